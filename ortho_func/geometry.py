@@ -1,0 +1,393 @@
+"""Which rectangle of which matrix each rank holds.
+
+The only file that inspects DTensor. Everything here is arithmetic on shapes and placements:
+no communication, nothing rank-local, the same answer on every rank.
+
+Words: a *layout* says which box of one parameter's index space each rank of a group holds; a
+*reading* says which rectangles of the parameter are matrices; a *piece* is the intersection of
+a matrix with a rank's box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+try:  # torch can be built without distributed; plain tensors then still work
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    HAS_DISTRIBUTED = dist.is_available()
+except ImportError:  # pragma: no cover - depends on the torch build
+    HAS_DISTRIBUTED = False
+
+__all__ = [
+    "Box",
+    "Domain",
+    "Layout",
+    "MatrixGeometry",
+    "Piece",
+    "Reading",
+    "aligned",
+    "domain_group",
+    "layout_of",
+    "like",
+    "local",
+    "local_shape",
+    "matrices",
+    "mesh_layout",
+    "on_mesh",
+    "replicated_layout",
+]
+
+
+class Box(NamedTuple):
+    """A box of a parameter's index space: the first index and the extent along each dim."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+class Domain(NamedTuple):
+    """The ranks over which the pieces of a set of parameters lie, in the order of their group."""
+
+    ranks: tuple[int, ...]  # global ranks
+    mesh: tuple[int, ...]  # shape of the mesh whose row-major order `ranks` is
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each rank of a domain holds which box of one parameter.
+
+    `boxes[i]` is what the i-th rank of the domain holds, possibly empty. Ranks with the same
+    `replicas[i]` hold the parameter once between them.
+    """
+
+    shape: tuple[int, ...]
+    domain: Domain
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
+
+    def sources(self, owner: int) -> tuple[int, ...]:
+        """The ranks from which `owner` collects: those of its own replica, in domain order."""
+        mine = self.replicas[owner]
+        return tuple(rank for rank, replica in enumerate(self.replicas) if replica == mine)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a parameter is read as matrices.
+
+    `flatten` says what a parameter of three or more dims is: True, one matrix of dim 0 by all
+    the others (a convolution); False, a stack of matrices over its leading dims (experts).
+    `split_sizes` cuts the rows into blocks that are matrices of their own, `num_heads` into
+    that many equal ones.
+    """
+
+    flatten: bool | None = None
+    split_sizes: tuple[int, ...] | None = None
+    num_heads: int | None = None
+
+    def check(self, shape: Sequence[int], name: str) -> None:
+        """Raise `ValueError` if a parameter of this shape cannot be read so."""
+        if len(shape) < 2:
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}: a matrix algorithm needs two or more dims. "
+                "Put it in a group with algorithm='adamw'. (A 1-D parameter that should be a "
+                "matrix may have been flattened by FSDP1: use fully_shard.)"
+            )
+        if len(shape) > 2 and self.flatten is None:
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}: say what its dims are, flatten=False for a "
+                "stack of matrices over the leading dims (experts) or flatten=True for one "
+                "matrix of dim 0 by all others (a convolution)."
+            )
+        rows = self.dims(shape)[1]
+        if self.split_sizes is not None and self.num_heads is not None:
+            raise ValueError(f"{name}: give split_sizes or num_heads, not both.")
+        if self.split_sizes is not None and (
+            sum(self.split_sizes) != rows or min(self.split_sizes) < 1
+        ):
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}: split_sizes {self.split_sizes} must be "
+                f"positive and add up to its {rows} rows, but add up to {sum(self.split_sizes)}."
+            )
+        if self.num_heads is not None and (self.num_heads < 1 or rows % self.num_heads):
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}: its {rows} rows cannot be cut into "
+                f"num_heads={self.num_heads} equal matrices."
+            )
+
+    def dims(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """The parameter as (stack, rows, columns)."""
+        if self.flatten and len(shape) > 2:
+            return 1, shape[0], math.prod(shape[1:])
+        return math.prod(shape[:-2]), shape[-2], shape[-1]
+
+    def blocks(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """First row and number of rows of each row block."""
+        sizes: Sequence[int] = (rows,)
+        if self.split_sizes is not None:
+            sizes = self.split_sizes
+        elif self.num_heads is not None:
+            sizes = (rows // self.num_heads,) * self.num_heads
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(zip(starts, sizes, strict=True))
+
+
+class Piece(NamedTuple):
+    """The part of a matrix that one rank holds: rows and columns of the matrix, never empty."""
+
+    rank: int
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class MatrixGeometry:
+    """One matrix of a parameter and its pieces, in the order of their ranks."""
+
+    stack: int
+    block: int
+    rows: int
+    cols: int
+    pieces: tuple[Piece, ...]
+
+
+class _StackBox(NamedTuple):
+    """A rank's box seen as (stack, rows, columns): which stack indices, row and column range."""
+
+    stack: frozenset[int]
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+def _stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> _StackBox:
+    if box.numel == 0:
+        return _StackBox(frozenset(), 0, 0, 0, 0)
+    if not (reading.flatten and len(shape) > 2):
+        lead = [range(s, s + n) for s, n in zip(box.start[:-2], box.size[:-2], strict=True)]
+        stack = [0]
+        for indices, extent in zip(lead, shape[:-2], strict=True):
+            stack = [at * extent + i for at in stack for i in indices]
+        (row, col), (rows, cols) = box.start[-2:], box.size[-2:]
+        return _StackBox(frozenset(stack), row, rows, col, cols)
+    col, partial = 0, False
+    for start, size, extent in zip(box.start[1:], box.size[1:], shape[1:], strict=True):
+        col = col * extent + start
+        if partial and size != extent:
+            raise ValueError(
+                f"A parameter of shape {shape}, flatten=True, is sharded on a kernel dim, so a "
+                "shard is no rectangle of the flattened matrix. Shard it on dim 0 or dim 1."
+            )
+        partial = partial or size > 1
+    return _StackBox(frozenset((0,)), box.start[0], box.size[0], col, math.prod(box.size[1:]))
+
+
+@lru_cache(maxsize=256)
+def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
+    """The matrices of a parameter in natural order (stack index, then row block).
+
+    In this order the pieces of a rank tile its shard, flattened, without gaps: packing a shard
+    is flattening it.
+    """
+    stacks, rows, cols = reading.dims(layout.shape)
+    boxes = [_stack_box(layout.shape, box, reading) for box in layout.boxes]
+    holders: list[list[int]] = [[] for _ in range(stacks)]
+    for rank, box in enumerate(boxes):
+        for index in box.stack:
+            holders[index].append(rank)
+    found = []
+    shared: dict[tuple[int, tuple[int, ...]], tuple[Piece, ...]] = {}
+    for index in range(stacks):
+        for block, (first, count) in enumerate(reading.blocks(rows)):
+            key = (block, tuple(holders[index]))
+            if key not in shared:
+                shared[key] = tuple(_pieces(boxes, holders[index], first, count))
+            found.append(MatrixGeometry(index, block, count, cols, shared[key]))
+    return tuple(found)
+
+
+def _pieces(
+    boxes: Sequence[_StackBox], ranks: Sequence[int], first: int, count: int
+) -> list[Piece]:
+    pieces = []
+    for rank in ranks:
+        box = boxes[rank]
+        start, stop = max(first, box.row), min(first + count, box.row + box.rows)
+        if start < stop:
+            pieces.append(Piece(rank, start - first, stop - start, box.col, box.cols))
+    return pieces
+
+
+# ---------------------------------------------------------------------------------------------
+# Layouts of real tensors
+
+
+@lru_cache(maxsize=1024)
+def mesh_layout(
+    shape: tuple[int, ...], ranks: tuple[int, ...], mesh: tuple[int, ...], placements: Any
+) -> Layout:
+    """The layout of a DTensor: DTensor's own layout function at every coordinate of the mesh."""
+    boxes, replicas = [], []
+    for flat in range(len(ranks)):
+        coordinate = _unravel(flat, mesh)
+        size, start = _compute_local_shape_and_global_offset(shape, mesh, coordinate, placements)
+        boxes.append(Box(tuple(map(int, start)), tuple(map(int, size))))
+        replica = 0
+        for extent, at, placement in zip(mesh, coordinate, placements, strict=True):
+            if placement.is_replicate():
+                replica = replica * extent + at
+        replicas.append(replica)
+    return Layout(shape, Domain(ranks, mesh), tuple(boxes), tuple(replicas))
+
+
+def replicated_layout(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
+    """The layout of a plain tensor of which every rank of a group holds an equal copy."""
+    box = Box((0,) * len(shape), shape)
+    count = len(ranks)
+    return Layout(shape, Domain(ranks, (count,)), (box,) * count, tuple(range(count)))
+
+
+def layout_of(
+    tensor: Tensor, *, process_group: ProcessGroup | None = None, name: str = "parameter"
+) -> Layout:
+    """The layout of a parameter: of its mesh if it is a DTensor, else of `process_group`.
+
+    Raises `ValueError` on placements that are no layout of a parameter, such as Partial.
+    """
+    shape = tuple(tensor.shape)
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        if process_group is None:
+            return replicated_layout(shape, (0,))
+        return replicated_layout(shape, tuple(dist.get_process_group_ranks(process_group)))
+    mesh = tensor.device_mesh
+    for placement in tensor.placements:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+            raise ValueError(
+                f"{name} has placement {placement}: a parameter can be Shard or Replicate. "
+                "Redistribute it before building the optimizer."
+            )
+    ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+    layout = mesh_layout(shape, ranks, tuple(mesh.mesh.shape), tuple(tensor.placements))
+    _check_rectangles(layout, tuple(tensor.placements), name)
+    return layout
+
+
+def _check_rectangles(layout: Layout, placements: tuple[Any, ...], name: str) -> None:
+    """Interleaved shards must be rectangles: their ranges partition every sharded dim."""
+    if not any(isinstance(placement, _StridedShard) for placement in placements):
+        return
+    boxes = [b for b, r in zip(layout.boxes, layout.replicas, strict=True) if r == 0 and b.numel]
+    for dim, extent in enumerate(layout.shape):
+        at = 0
+        for start, size in sorted({(box.start[dim], box.size[dim]) for box in boxes}):
+            if start != at:
+                break
+            at += size
+        if at != extent:
+            raise ValueError(
+                f"{name} of shape {layout.shape} with placements {placements} on a mesh of shape "
+                f"{layout.domain.mesh}: the shards are no rectangles of it. Choose sizes that "
+                "divide evenly, or shard different dims on different mesh axes."
+            )
+
+
+def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
+    coordinate = []
+    for extent in reversed(shape):
+        coordinate.append(flat % extent)
+        flat //= extent
+    return coordinate[::-1]
+
+
+def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """The process group over which this parameter's pieces travel (None for one rank)."""
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return process_group
+    mesh = tensor.device_mesh
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return mesh._flatten().get_group()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, waited for: the tensor itself unless it is a DTensor."""
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return tensor
+    if torch.compiler.is_compiling():
+        return tensor.to_local()
+    shard = tensor._local_tensor
+    return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+
+
+def on_mesh(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor."""
+    return HAS_DISTRIBUTED and isinstance(tensor, DTensor)
+
+
+def local_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of this rank's shard."""
+    return tuple(local(tensor).shape)
+
+
+def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Wrap this rank's `shard` with the parameter's placements (a plain tensor stays plain).
+
+    `shape` is the whole tensor's shape if it differs from the parameter's in dims of extent
+    one; on such dims a sharded placement becomes Replicate.
+    """
+    if not (HAS_DISTRIBUTED and isinstance(parameter, DTensor)):
+        return shard
+    whole = tuple(parameter.shape if shape is None else shape)
+    placements = [
+        Replicate()
+        if isinstance(p, (Shard, _StridedShard)) and whole[p.dim] != parameter.shape[p.dim]
+        else p
+        for p in parameter.placements
+    ]
+    strides = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(whole),
+        stride=strides,
+    )
+
+
+def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient with the parameter's placements (a Partial one is reduced first)."""
+    if not (HAS_DISTRIBUTED and isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return gradient
+    if gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)

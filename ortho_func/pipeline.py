@@ -1,0 +1,133 @@
+"""The round trip: shards → whole matrices → shards, as a software pipeline over buckets.
+
+Written in program order, so that eager and compiled code overlap alike: the exchange of bucket
+k + 1 begins before the arithmetic of bucket k; results come home while the next bucket computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ortho_func.primitives.collectives import all_to_all, wait
+from ortho_func.routing import Batch, Route
+from ortho_func.wire import Sided, assemble, disassemble, load, unload
+
+__all__ = ["on_whole_matrices", "run"]
+
+Emit = Callable[[Route], tuple[list[Tensor], list[list[Tensor]]]]
+Whole = Callable[[Batch, Tensor, tuple[Tensor, ...]], Sided]
+Absorb = Callable[[Route, list[Tensor], list[list[Tensor]]], None]
+
+
+def run(
+    routes: Sequence[Route],
+    groups: Sequence[str | None],
+    *,
+    emit: Emit,
+    whole: Whole,
+    absorb: Absorb,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Drive every bucket through its round trip.
+
+    Args:
+        routes: this rank's routes, in the plan's order; those where nothing travels last.
+        groups: by route, the name of the process group (None where nothing travels).
+        emit: a route's shards and side vectors, just before they are packed.
+        whole: what happens to each batch of whole matrices on its owner.
+        absorb: what happens to a route's results.
+        meanwhile: work without matrices, done while the first exchange is under way.
+    """
+    trips = [_Trip(route, group) for route, group in zip(routes, groups, strict=True)]
+    travelling = [trip for trip in trips if not trip.route.bucket.local]
+    if travelling:
+        travelling[0].depart(emit)
+    if meanwhile is not None:
+        meanwhile()
+    for trip in trips:
+        if trip.route.bucket.local:
+            trip.depart(emit)
+            trip.turn(whole)
+            trip.arrive(absorb)
+    for trip, following in zip(travelling, [*travelling[1:], None], strict=True):
+        if following is not None:
+            following.depart(emit)
+        trip.turn(whole)
+        if trip is not travelling[0]:
+            travelling[travelling.index(trip) - 1].arrive(absorb)
+    if travelling:
+        travelling[-1].arrive(absorb)
+
+
+class _Trip:
+    """One bucket under way: out, turned on its owner, and home."""
+
+    def __init__(self, route: Route, group: str | None) -> None:
+        self.route, self.group = route, group
+        self.buffer: Tensor | None = None
+
+    def depart(self, emit: Emit) -> None:
+        route = self.route
+        buffer = load(route, *emit(route))
+        if route.bucket.gathers:
+            assert self.group is not None
+            buffer = all_to_all(buffer, route.send, route.arrive, group=self.group)
+        self.buffer = buffer
+
+    def turn(self, whole: Whole) -> None:
+        route, buffer = self.route, self.buffer
+        assert buffer is not None
+        if route.bucket.gathers:
+            buffer = wait(buffer)
+        results = [
+            whole(batch, matrix, sides) if batch.count else (matrix, sides)
+            for batch, (matrix, sides) in zip(route.batches, assemble(route, buffer), strict=True)
+        ]
+        buffer = disassemble(route, results)
+        if route.bucket.returns:
+            assert self.group is not None
+            buffer = all_to_all(buffer, route.back, route.home, group=self.group)
+        self.buffer = buffer
+
+    def arrive(self, absorb: Absorb) -> None:
+        route, buffer = self.route, self.buffer
+        assert buffer is not None
+        if route.bucket.returns:
+            buffer = wait(buffer)
+        wide = torch.promote_types(route.bucket.wire_dtype, torch.float32)
+        found = unload(route, buffer, dtype=wide)
+        self.buffer = None
+        absorb(route, [main for main, _ in found], [sides for _, sides in found])
+
+
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]
+) -> list[Tensor]:
+    """Apply a batched function [..., R, C] → [..., R, C] to whole matrices, stacked by shape.
+
+    Args:
+        function: gets each shape's matrices as one [n, R, C].
+        matrices: tensors of two dims, or of more for stacks over the leading dims.
+
+    Returns:
+        The results, in order, in the shapes of the inputs.
+
+    Example:
+        >>> [x.shape for x in on_whole_matrices(torch.neg, [torch.ones(2, 3), torch.ones(4, 2, 3)])]
+        [torch.Size([2, 3]), torch.Size([4, 2, 3])]
+    """
+    by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    for number, x in enumerate(matrices):
+        by_shape[x.shape[-2:], x.dtype].append(number)
+    results: dict[int, Tensor] = {}
+    for (shape, _), numbers in by_shape.items():
+        stacks = [matrices[number].reshape(-1, *shape) for number in numbers]
+        batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+        done = function(batch).split([stack.shape[0] for stack in stacks])
+        for number, part in zip(numbers, done, strict=True):
+            results[number] = part.reshape(matrices[number].shape)
+    return [results[number] for number in range(len(matrices))]

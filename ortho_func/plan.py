@@ -1,0 +1,668 @@
+"""The plan: who owns which matrix, what travels together, and how it lies on the wire.
+
+A plan is a frozen value computed once from shapes, placements and mesh, without communication.
+Every rank computes the same plan and reads its own part (`routing.py`), so no rank ever decides
+the shape, order or number of collectives from what it alone knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ortho_func.geometry import (
+    Domain,
+    Layout,
+    MatrixGeometry,
+    Piece,
+    Reading,
+    layout_of,
+    matrices,
+)
+
+__all__ = ["Bucket", "Grid", "Matrix", "ParamSpec", "Plan", "Slab", "Travel", "plan"]
+
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+# Padding may cost this share of a bucket's bytes before exact splits are chosen instead.
+DENSE_WASTE = 0.01
+
+Wire = Literal["auto", "dense", "exact"]
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What travels for the matrices of one group, and what it costs to orthogonalize them.
+
+    `sides` are vectors that accompany each matrix, in fp32: "row" (one value a row) or "col".
+    With `fraction`, each rank sends only ceil(fraction * ceil(n / shards)) of its own slices of
+    a matrix that is sharded along one dim of n slices.
+    """
+
+    algorithm: str = "muon"
+    wire_dtype: torch.dtype = torch.bfloat16
+    sides: tuple[str, ...] = ()
+    fraction: float | None = None
+    cost: Callable[[int, int], float] | None = None
+
+    def flops(self, rows: int, cols: int) -> float:
+        """The cost of one matrix; by default that of a quintic iteration, up to a factor."""
+        if self.cost is not None:
+            return self.cost(rows, cols)
+        short, long = min(rows, cols), max(rows, cols)
+        return float(4 * short * short * long + 2 * short**3)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter as the plan sees it."""
+
+    name: str
+    layout: Layout
+    reading: Reading = Reading()
+    group: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+class Matrix(NamedTuple):
+    """A matrix to orthogonalize: the `index`-th of its parameter in natural order."""
+
+    param: int
+    index: int
+    geometry: MatrixGeometry  # as it travels: with a fraction, only the selected slices
+    owner: int  # rank within the domain
+
+
+class Grid(NamedTuple):
+    """Pieces of equal size in a regular grid: source k holds row part and column part.
+
+    Parts lie row-major over sources ("ij") or column-major ("ji"); trailing parts are padded.
+    """
+
+    row_parts: int
+    col_parts: int
+    order: Literal["ij", "ji"]
+    rows: int  # of one padded piece
+    cols: int
+
+
+@dataclass(frozen=True)
+class Slab:
+    """The matrices of one group and shape in one bucket: one batch on each owner."""
+
+    group: int
+    rows: int
+    cols: int
+    grid: Grid | None  # None where the bucket's wire is exact
+    members: tuple[Matrix, ...]
+
+    def owned(self, owner: int) -> list[Matrix]:
+        """The members that `owner` orthogonalizes, in order."""
+        return [matrix for matrix in self.members if matrix.owner == owner]
+
+
+class Item(NamedTuple):
+    """The part of a parameter that is in a bucket: stack indices first .. last - 1."""
+
+    param: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices that travel in one pair of exchanges."""
+
+    domain: Domain
+    wire_dtype: torch.dtype
+    gathers: bool  # an owner lacks a part of a matrix: the first exchange is needed
+    returns: bool  # another rank needs a part of a result: the second exchange is needed
+    dense: bool
+    items: tuple[Item, ...]
+    slabs: tuple[Slab, ...]
+
+    @property
+    def local(self) -> bool:
+        """Whether nothing travels."""
+        return not (self.gathers or self.returns)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything static about a step, the same on every rank.
+
+    Equality and hash are those of what it was computed from: the parameters' layouts and
+    readings, the groups, and the options. See `describe` and `digest`.
+    """
+
+    params: tuple[ParamSpec, ...]
+    groups: tuple[Travel, ...]
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    wire: Wire = "auto"
+    buckets: tuple[Bucket, ...] = field(compare=False, repr=False, default=())
+
+    def describe(self) -> str:
+        """A summary in words: matrices, owners, bytes on the wire, balance."""
+        return _describe(self)
+
+    def digest(self) -> str:
+        """A short text that differs where two ranks' plans differ."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """What the plan was computed from, a line a fact, for comparing ranks."""
+        out = [f"bucket_bytes={self.bucket_bytes} wire={self.wire}"]
+        out += [
+            f"group {i}: {t.algorithm} wire_dtype={t.wire_dtype} sides={t.sides} "
+            f"fraction={t.fraction}"
+            for i, t in enumerate(self.groups)
+        ]
+        for spec in self.params:
+            placed = hashlib.sha256(repr(spec.layout.boxes).encode()).hexdigest()[:12]
+            out.append(
+                f"parameter {spec.name}: shape {spec.layout.shape} {spec.dtype} ranks "
+                f"{spec.layout.domain} shards {placed} {spec.reading} group {spec.group}"
+            )
+        return out
+
+    def loads(self, domain: Domain | None = None) -> list[float]:
+        """The cost that each rank of a domain orthogonalizes (the first domain by default)."""
+        domain = domain or self.buckets[0].domain
+        loads = [0.0] * domain.size
+        for bucket in self.buckets:
+            if bucket.domain == domain:
+                for slab in bucket.slabs:
+                    cost = self.groups[slab.group].flops(slab.rows, slab.cols)
+                    for matrix in slab.members:
+                        loads[matrix.owner] += cost
+        return loads
+
+    def with_travel(self, **changes: Any) -> Plan:
+        """The same parameters planned again with other facts about what travels."""
+        groups = tuple(replace(travel, **changes) for travel in self.groups)
+        return build_plan(self.params, groups, bucket_bytes=self.bucket_bytes, wire=self.wire)
+
+
+def plan(
+    params: Any,
+    *,
+    readings: dict[str, Reading] | None = None,
+    process_group: Any = None,
+    wire_dtype: torch.dtype = torch.bfloat16,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    wire: Wire = "auto",
+) -> Plan:
+    """Plan the distributed step of a pytree of parameters, without communication.
+
+    Args:
+        params: any pytree of tensors, such as ``dict(model.named_parameters())``. DTensors bring
+            their mesh; plain tensors are replicated over `process_group`, or alone without it.
+        readings: by name (the pytree path), how a parameter is read as matrices; needed for
+            those of three or more dims.
+        process_group: the group over which plain tensors are replicated (DDP).
+        wire_dtype: the dtype in which matrices and results travel.
+        bucket_bytes: bound on what one rank has in flight in one exchange.
+        wire: "dense" pads pieces to equal size, "exact" sends what there is; "auto" takes dense
+            where padding costs less than one per cent.
+
+    Raises:
+        ValueError: a parameter that cannot be read as matrices, or a placement such as Partial.
+
+    Example:
+        >>> import torch
+        >>> from ortho_func import plan
+        >>> made = plan({"w": torch.randn(4, 8), "v": torch.randn(8, 2)})
+        >>> [slab.rows for bucket in made.buckets for slab in bucket.slabs]
+        [4, 8]
+    """
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(params)
+    specs = []
+    for path, leaf in leaves:
+        name = torch.utils._pytree.keystr(path).strip("[]'\".") or "parameter"
+        reading = (readings or {}).get(name, Reading())
+        layout = layout_of(leaf, process_group=process_group, name=name)
+        specs.append(ParamSpec(name, layout, reading, 0, leaf.dtype))
+    travel = Travel(wire_dtype=wire_dtype)
+    return build_plan(tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire)
+
+
+def build_plan(
+    params: tuple[ParamSpec, ...],
+    groups: tuple[Travel, ...],
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    wire: Wire = "auto",
+) -> Plan:
+    """Compute owners, buckets and wire layout."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}.")
+    if wire not in ("auto", "dense", "exact"):
+        raise ValueError(f"wire must be 'auto', 'dense' or 'exact', got {wire!r}.")
+    by_domain: dict[Domain, list[int]] = defaultdict(list)
+    for number, spec in enumerate(params):
+        spec.reading.check(spec.layout.shape, spec.name)
+        by_domain[spec.layout.domain].append(number)
+    buckets: list[Bucket] = []
+    for domain, numbers in by_domain.items():
+        found = [
+            (number, index, geometry)
+            for number in numbers
+            for index, geometry in enumerate(
+                travelling(
+                    params[number].layout, params[number].reading, groups[params[number].group]
+                )
+            )
+        ]
+        costs = [
+            groups[params[number].group].flops(geometry.rows, geometry.cols)
+            for number, _, geometry in found
+        ]
+        homes = [_home(geometry, domain.size) for _, _, geometry in found]
+        owners = assign_owners(costs, homes, domain.size)
+        owned = [
+            Matrix(number, index, geometry, owner)
+            for (number, index, geometry), owner in zip(found, owners, strict=True)
+        ]
+        buckets += _buckets(params, groups, domain, owned, costs, bucket_bytes, wire)
+    return Plan(params, groups, bucket_bytes, wire, tuple(buckets))
+
+
+# ---------------------------------------------------------------------------------------------
+# What travels of a matrix
+
+
+def split_dim(geometry: MatrixGeometry) -> str | None:
+    """Along which dim a matrix is cut: "row", "col", None if whole on one rank, else "both"."""
+    whole_rows = all(piece.rows == geometry.rows for piece in geometry.pieces)
+    whole_cols = all(piece.cols == geometry.cols for piece in geometry.pieces)
+    if whole_rows and whole_cols:
+        return None
+    return "row" if whole_cols else "col" if whole_rows else "both"
+
+
+def local_count(fraction: float, extent: int, shards: int, own: int) -> int:
+    """How many of its `own` slices a shard selects: ceil(fraction * ceil(extent / shards))."""
+    return min(own, _ceil_share(fraction, -(-extent // shards)))
+
+
+def _ceil_share(fraction: float, count: int) -> int:
+    # 1e-9: 0.2 * 15 is 3.0000000000000004 in binary, and means 3
+    return max(1, int(-(-(fraction * count - 1e-9) // 1)))
+
+
+def local_cut(layout: Layout, reading: Reading) -> str | None:
+    """Along which dim each shard can select slices of its own: "row", "col", or None.
+
+    None where a shard's matrices are whole, cut both ways, or blocks of one parameter.
+    """
+    found = matrices(layout, reading)
+    cuts = {split_dim(geometry) for geometry in found}
+    blocks = any(geometry.block for geometry in found)
+    return cuts.pop() if len(cuts) == 1 and not blocks and "both" not in cuts else None
+
+
+def travelling(layout: Layout, reading: Reading, travel: Travel) -> tuple[MatrixGeometry, ...]:
+    """The matrices that travel: whole ones, or with a fraction the slices that shards select."""
+    found = matrices(layout, reading)
+    cut = local_cut(layout, reading) if travel.fraction is not None else None
+    if cut is None or travel.fraction is None:
+        return found
+    shards, fraction = len(layout.sources(0)), travel.fraction
+    chosen: dict[int, MatrixGeometry] = {}
+    for geometry in found:
+        if id(geometry.pieces) not in chosen:
+            chosen[id(geometry.pieces)] = _selected(geometry, shards, fraction, cut)
+    return tuple(
+        replace(chosen[id(geometry.pieces)], stack=geometry.stack, block=geometry.block)
+        for geometry in found
+    )
+
+
+def _selected(
+    geometry: MatrixGeometry, shards: int, fraction: float, cut: str
+) -> MatrixGeometry:
+    extent = geometry.rows if cut == "row" else geometry.cols
+    place: dict[int, tuple[int, int]] = {}  # start of a shard's slices -> start, count selected
+    at = 0
+    spans = sorted({(p.row, p.rows) if cut == "row" else (p.col, p.cols) for p in geometry.pieces})
+    for start, own in spans:
+        count = local_count(fraction, extent, shards, own)
+        place[start] = (at, count)
+        at += count
+    pieces = tuple(
+        Piece(p.rank, *place[p.row], p.col, p.cols)
+        if cut == "row"
+        else Piece(p.rank, p.row, p.rows, *place[p.col])
+        for p in geometry.pieces
+    )
+    rows, cols = (at, geometry.cols) if cut == "row" else (geometry.rows, at)
+    return MatrixGeometry(geometry.stack, geometry.block, rows, cols, pieces)
+
+
+# ---------------------------------------------------------------------------------------------
+# Owners
+
+
+def _home(geometry: MatrixGeometry, world: int) -> int | None:
+    """The one rank that holds the matrix whole, if exactly one does."""
+    if len(geometry.pieces) != 1 or world == 1:
+        return None
+    return geometry.pieces[0].rank
+
+
+def assign_owners(
+    costs: Sequence[float], homes: Sequence[int | None], world: int
+) -> list[int]:
+    """Longest processing time first over all matrices; ties by order, then by rank.
+
+    A matrix that is whole on one rank already stays there, unless that would leave the busiest
+    rank with more than five per cent over what free assignment reaches.
+    """
+    free = _longest_first(costs, [None] * len(costs), world)
+    if all(home is None for home in homes):
+        return free
+    pinned = _longest_first(costs, homes, world)
+    if _busiest(costs, pinned, world) <= 1.05 * _busiest(costs, free, world):
+        return pinned
+    return free
+
+
+def _longest_first(
+    costs: Sequence[float], homes: Sequence[int | None], world: int
+) -> list[int]:
+    owners = [0] * len(costs)
+    loads = [0.0] * world
+    for number, home in enumerate(homes):
+        if home is not None:
+            owners[number] = home
+            loads[home] += costs[number]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        if homes[number] is None:
+            load, rank = heapq.heappop(heap)
+            owners[number] = rank
+            heapq.heappush(heap, (load + costs[number], rank))
+    return owners
+
+
+def _busiest(costs: Sequence[float], owners: Sequence[int], world: int) -> float:
+    loads = [0.0] * world
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return max(loads)
+
+
+# ---------------------------------------------------------------------------------------------
+# Buckets
+
+
+class _Atom(NamedTuple):
+    """What cannot be cut further into buckets: a parameter, or a range of a stack."""
+
+    item: Item
+    members: tuple[Matrix, ...]
+    stream: tuple[Any, ...]
+    cost: float
+
+
+def _buckets(
+    params: Sequence[ParamSpec],
+    groups: Sequence[Travel],
+    domain: Domain,
+    owned: Sequence[Matrix],
+    costs: Sequence[float],
+    bucket_bytes: int,
+    wire: Wire,
+) -> list[Bucket]:
+    cost_of = {(m.param, m.index): c for m, c in zip(owned, costs, strict=True)}
+    by_param: dict[int, list[Matrix]] = defaultdict(list)
+    for matrix in owned:
+        by_param[matrix.param].append(matrix)
+    streams: dict[tuple[Any, ...], list[_Atom]] = defaultdict(list)
+    for number, members in by_param.items():
+        spec = params[number]
+        travel = groups[spec.group]
+        for atom in _atoms(spec, number, members, travel, domain.size, bucket_bytes, cost_of):
+            streams[atom.stream].append(atom)
+    buckets = []
+    for (dtype, gathers, returns), atoms in streams.items():
+        atoms.sort(key=lambda atom: (-atom.cost, atom.item))
+        for chunk in _fill(atoms, dtype.itemsize, bucket_bytes):
+            buckets.append(_bucket(params, groups, domain, dtype, gathers, returns, chunk, wire))
+    return sorted(buckets, key=lambda bucket: bucket.local)
+
+
+def _atoms(
+    spec: ParamSpec,
+    number: int,
+    members: Sequence[Matrix],
+    travel: Travel,
+    world: int,
+    bucket_bytes: int,
+    cost_of: dict[tuple[int, int], float],
+) -> Iterable[_Atom]:
+    size = sum(m.geometry.rows * m.geometry.cols for m in members) * travel.wire_dtype.itemsize
+    stacks = members[-1].geometry.stack + 1
+    ranges = [(0, stacks)]
+    if len(spec.layout.shape) == 3 and size > bucket_bytes * world:
+        parts = min(stacks, -(-size // (bucket_bytes * world)))
+        edges = [stacks * part // parts for part in range(parts + 1)]
+        ranges = list(zip(edges, edges[1:], strict=False))
+    for first, last in ranges:
+        inside = tuple(m for m in members if first <= m.geometry.stack < last)
+        travels = [_moves(spec.layout, m) for m in inside]
+        stays = not any(gathers or returns for gathers, returns in travels)
+        stream = (_carrier(spec, travel, stays), any(t[0] for t in travels), any(t[1] for t in travels))
+        cost = max(cost_of[m.param, m.index] for m in inside)
+        yield _Atom(Item(number, first, last), inside, stream, cost)
+
+
+def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
+    """The dtype of a bucket's buffers: nothing that stays on its rank is rounded for the wire."""
+    return spec.dtype if stays else travel.wire_dtype
+
+
+def _moves(layout: Layout, matrix: Matrix) -> tuple[bool, bool]:
+    """Whether the owner lacks a part of the matrix, and whether others need a part of it."""
+    replica = layout.replicas[matrix.owner]
+    gathers = returns = False
+    for piece in matrix.geometry.pieces:
+        if piece.rank != matrix.owner:
+            returns = True
+            gathers = gathers or layout.replicas[piece.rank] == replica
+    return gathers, returns
+
+
+def _fill(atoms: Iterable[_Atom], itemsize: int, cap: int) -> Iterable[list[_Atom]]:
+    """Cut a sequence of atoms so that no owner receives more than `cap` bytes at once."""
+    chunk: list[_Atom] = []
+    received: dict[int, int] = defaultdict(int)
+    for atom in atoms:
+        adds: dict[int, int] = defaultdict(int)
+        for matrix in atom.members:
+            adds[matrix.owner] += matrix.geometry.rows * matrix.geometry.cols * itemsize
+        if chunk and any(received[owner] + size > cap for owner, size in adds.items()):
+            yield chunk
+            chunk, received = [], defaultdict(int)
+        chunk.append(atom)
+        for owner, size in adds.items():
+            received[owner] += size
+    if chunk:
+        yield chunk
+
+
+def _bucket(
+    params: Sequence[ParamSpec],
+    groups: Sequence[Travel],
+    domain: Domain,
+    dtype: torch.dtype,
+    gathers: bool,
+    returns: bool,
+    atoms: Sequence[_Atom],
+    wire: Wire,
+) -> Bucket:
+    classes: dict[tuple[int, int, int], list[Matrix]] = defaultdict(list)
+    for atom in atoms:
+        for matrix in atom.members:
+            shape = (matrix.geometry.rows, matrix.geometry.cols)
+            classes[params[matrix.param].group, *shape].append(matrix)
+    grids = {key: _common_grid(params, members, gathers) for key, members in classes.items()}
+    sided = any(groups[key[0]].sides for key in classes)
+    alike = _alike(params, [m for found in classes.values() for m in found], gathers)
+    dense = alike and _is_dense(classes, grids, wire, sided)
+    slabs = tuple(
+        Slab(*key, grids[key] if dense else None, tuple(members))
+        for key, members in classes.items()
+    )
+    items = tuple(atom.item for atom in atoms)
+    return Bucket(domain, dtype, gathers, returns, dense, items, slabs)
+
+
+def _is_dense(
+    classes: dict[tuple[int, int, int], list[Matrix]],
+    grids: dict[tuple[int, int, int], Grid | None],
+    wire: Wire,
+    sided: bool,
+) -> bool:
+    """Whether every rank can send equally much: possible, and padding at most DENSE_WASTE."""
+    regular = [grid for grid in grids.values() if grid is not None]
+    if wire == "exact" or len(regular) < len(grids):
+        return False
+    if sided and any(grid.rows * grid.cols % 2 for grid in regular):
+        return False  # fp32 values behind an odd number of 2-byte elements are misaligned
+    if wire == "dense":
+        return True
+    exact = padded = 0
+    for (group, rows, cols), found in classes.items():
+        grid = grids[group, rows, cols]
+        assert grid is not None
+        exact += rows * cols * len(found)
+        padded += grid.row_parts * grid.rows * grid.col_parts * grid.cols * len(found)
+    return padded <= (1 + DENSE_WASTE) * exact
+
+
+def _alike(params: Sequence[ParamSpec], members: Sequence[Matrix], gathers: bool) -> bool:
+    """Whether all matrices of each owner come from, and go to, the same ranks."""
+    if len({params[matrix.param].layout.replicas for matrix in members}) > 1:
+        return False
+    holders: dict[int, tuple[int, ...]] = {}
+    return gathers or all(
+        holders.setdefault(matrix.owner, found) == found
+        for matrix in members
+        for found in [tuple(piece.rank for piece in matrix.geometry.pieces)]
+    )
+
+
+def _common_grid(
+    params: Sequence[ParamSpec], members: Sequence[Matrix], gathers: bool
+) -> Grid | None:
+    """The regular grid that the pieces of all these matrices form, if they do."""
+    found: Grid | None = None
+    seen: set[Any] = set()
+    for matrix in members:
+        spec, geometry = params[matrix.param], matrix.geometry
+        key = (id(spec.layout), spec.layout.replicas[matrix.owner], id(geometry.pieces))
+        if key in seen:
+            continue
+        seen.add(key)
+        sources = spec.layout.sources(matrix.owner) if gathers else (matrix.owner,)
+        grid = grid_of(geometry, sources)
+        blocks = len(spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1]))
+        if grid is None or (found is not None and grid != found):
+            return None
+        padded = grid.row_parts > 1 or grid.cols * grid.col_parts > geometry.cols
+        if blocks > 1 and padded:
+            return None  # padding between the blocks of a shard
+        found = grid
+    return found
+
+
+def grid_of(geometry: MatrixGeometry, sources: Sequence[int]) -> Grid | None:
+    """The grid in which `sources` hold the matrix: chunks in order, padding only at the end."""
+    held = {piece.rank: piece for piece in geometry.pieces}
+    cells = [held.get(rank) for rank in sources]
+    present = [piece for piece in cells if piece is not None]
+    rows, cols = max(p.rows for p in present), max(p.cols for p in present)
+    count = len(sources)
+    for row_parts in [count, *(n for n in range(1, count) if count % n == 0)]:
+        col_parts = count // row_parts
+        for order in ("ij", "ji"):
+            grid = Grid(row_parts, col_parts, order, rows, cols)  # type: ignore[arg-type]
+            if all(_cell(geometry, grid, k) == _span(piece) for k, piece in enumerate(cells)):
+                return grid
+    return None
+
+
+def _span(piece: Piece | None) -> tuple[int, int, int, int] | None:
+    return None if piece is None else tuple(piece[1:])  # type: ignore[return-value]
+
+
+def _cell(geometry: MatrixGeometry, grid: Grid, k: int) -> tuple[int, int, int, int] | None:
+    if grid.order == "ij":
+        i, j = divmod(k, grid.col_parts)
+    else:
+        j, i = divmod(k, grid.row_parts)
+    row, col = i * grid.rows, j * grid.cols
+    rows, cols = min(grid.rows, geometry.rows - row), min(grid.cols, geometry.cols - col)
+    return (row, rows, col, cols) if rows > 0 and cols > 0 else None
+
+
+# ---------------------------------------------------------------------------------------------
+# In words
+
+
+def _describe(made: Plan) -> str:
+    total = sum(len(slab.members) for bucket in made.buckets for slab in bucket.slabs)
+    lines = [f"{len(made.params)} parameters, {total} matrices, {len(made.buckets)} buckets"]
+    domains = dict.fromkeys(bucket.domain for bucket in made.buckets)
+    for domain in domains:
+        own = [bucket for bucket in made.buckets if bucket.domain == domain]
+        loads = made.loads(domain)
+        mean = sum(loads) / len(loads)
+        counts: dict[tuple[str, int, int], int] = defaultdict(int)
+        busy = [0] * domain.size
+        for bucket in own:
+            for slab in bucket.slabs:
+                counts[made.groups[slab.group].algorithm, slab.rows, slab.cols] += len(slab.members)
+                for matrix in slab.members:
+                    busy[matrix.owner] += 1
+        lines.append(f"  {domain.size} rank(s), mesh {'x'.join(map(str, domain.mesh))}:")
+        lines += [f"    {n:5d} x {r} x {c} ({a})" for (a, r, c), n in counts.items()]
+        lines.append(
+            f"    matrices a rank {min(busy)} to {max(busy)}; busiest rank "
+            f"{max(loads) / mean if mean else 1:.3f} of the mean"
+        )
+        wires = [wire_bytes(made, bucket) for bucket in own]
+        for bucket, (out, back) in zip(own, wires, strict=True):
+            how = "stays local" if bucket.local else "dense" if bucket.dense else "exact splits"
+            lines.append(
+                f"    bucket of {sum(len(s.members) for s in bucket.slabs)} matrices, {how}: "
+                f"{out / 2**20:.3f} MiB out, {back / 2**20:.3f} MiB back over all ranks"
+            )
+    return "\n".join(lines)
+
+
+def wire_bytes(made: Plan, bucket: Bucket) -> tuple[int, int]:
+    """Bytes of matrices that cross between ranks in the first and in the second exchange."""
+    out = back = 0
+    for slab in bucket.slabs:
+        for matrix in slab.members:
+            layout = made.params[matrix.param].layout
+            mine = layout.replicas[matrix.owner]
+            if slab.grid is not None and bucket.gathers:
+                size = slab.grid.rows * slab.grid.cols
+                out += (len(layout.sources(matrix.owner)) - 1) * size
+                back += (bucket.domain.size - 1) * size
+                continue
+            for piece in matrix.geometry.pieces:
+                if piece.rank != matrix.owner:
+                    size = piece.rows * piece.cols
+                    back += size
+                    out += size if layout.replicas[piece.rank] == mine else 0
+    return out * bucket.wire_dtype.itemsize, back * bucket.wire_dtype.itemsize

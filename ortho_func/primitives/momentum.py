@@ -1,0 +1,53 @@
+"""Momentum over lists of tensors, without writing any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Scalar", "cast_like", "ema", "heavy_ball", "nesterov"]
+
+Scalar = float | Tensor
+
+
+def cast_like(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor in the dtype of its counterpart."""
+    return [
+        x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(tensors, like, strict=True)
+    ]
+
+
+def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
+    """start + weight·(end − start), for a float or a 0-d tensor."""
+    if isinstance(weight, Tensor):
+        step = torch._foreach_mul(torch._foreach_sub(list(end), list(start)), weight)
+        return list(torch._foreach_add(list(start), step))
+    return list(torch._foreach_lerp(list(start), list(end), weight))
+
+
+def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
+    """Exponential moving average, M ← βM + (1 − β)G, in M's dtype.
+
+    Example:
+        >>> ema([torch.zeros(2)], [torch.ones(2)], 0.9)[0]
+        tensor([0.1000, 0.1000])
+    """
+    if not momenta:
+        return []
+    return lerp(momenta, cast_like(grads, momenta), 1 - beta)
+
+
+def nesterov(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
+    """Look ahead, B = (1 − β)G + βM, in M's dtype; M is the momentum after this step's `ema`."""
+    if not momenta:
+        return []
+    return lerp(cast_like(grads, momenta), momenta, beta)
+
+
+def heavy_ball(momenta: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Accumulation, M ← M + G, in M's dtype; decay happens elsewhere (error feedback)."""
+    if not momenta:
+        return []
+    return list(torch._foreach_add(list(momenta), cast_like(grads, momenta)))
