@@ -53,12 +53,12 @@ def run(
             trip.depart(emit)
             trip.turn(whole)
             trip.arrive(absorb)
-    for trip, following in zip(travelling, [*travelling[1:], None], strict=True):
-        if following is not None:
-            following.depart(emit)
+    for number, trip in enumerate(travelling):
+        if number + 1 < len(travelling):
+            travelling[number + 1].depart(emit)
         trip.turn(whole)
-        if trip is not travelling[0]:
-            travelling[travelling.index(trip) - 1].arrive(absorb)
+        if number:
+            travelling[number - 1].arrive(absorb)
     if travelling:
         travelling[-1].arrive(absorb)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,7 @@ class Item(NamedTuple):
     param: int
     first: int
     last: int
+    whole: bool  # all of the parameter
 
 
 @dataclass(frozen=True)
@@ -154,20 +156,19 @@ class Plan:
         """A short text that differs where two ranks' plans differ."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
-    def lines(self) -> list[str]:
-        """What the plan was computed from, a line a fact, for comparing ranks."""
+    def lines(self, domain: Domain | None = None) -> list[str]:
+        """What the plan was computed from, a line a fact; of one domain's parameters if given."""
         out = [f"bucket_bytes={self.bucket_bytes} wire={self.wire}"]
-        out += [
-            f"group {i}: {t.algorithm} wire_dtype={t.wire_dtype} sides={t.sides} "
-            f"fraction={t.fraction}"
-            for i, t in enumerate(self.groups)
-        ]
         for spec in self.params:
-            placed = hashlib.sha256(repr(spec.layout.boxes).encode()).hexdigest()[:12]
-            out.append(
-                f"parameter {spec.name}: shape {spec.layout.shape} {spec.dtype} ranks "
-                f"{spec.layout.domain} shards {placed} {spec.reading} group {spec.group}"
-            )
+            if domain is None or spec.layout.domain == domain:
+                placed = hashlib.sha256(repr(spec.layout.boxes).encode()).hexdigest()[:12]
+                travel = self.groups[spec.group]
+                out.append(
+                    f"{spec.name}: shape {spec.layout.shape} {spec.dtype}, shards {placed} over "
+                    f"{spec.layout.domain}, {spec.reading}, {travel.algorithm} "
+                    f"{travel.wire_dtype} sides={travel.sides} fraction={travel.fraction} "
+                    f"unit cost={travel.flops(64, 128)}"
+                )
         return out
 
     def loads(self, domain: Domain | None = None) -> list[float]:
@@ -285,14 +286,15 @@ def split_dim(geometry: MatrixGeometry) -> str | None:
     return "row" if whole_cols else "col" if whole_rows else "both"
 
 
-def local_count(fraction: float, extent: int, shards: int, own: int) -> int:
-    """How many of its `own` slices a shard selects: ceil(fraction * ceil(extent / shards))."""
-    return min(own, _ceil_share(fraction, -(-extent // shards)))
+def slice_count(fraction: float, extent: int) -> int:
+    """How many of `extent` slices a fraction selects: ⌈αn⌉, at least one of any.
 
-
-def _ceil_share(fraction: float, count: int) -> int:
+    Example:
+        >>> slice_count(0.25, 18), slice_count(0.2, 15), slice_count(0.25, 0)
+        (5, 3, 0)
+    """
     # 1e-9: 0.2 * 15 is 3.0000000000000004 in binary, and means 3
-    return max(1, int(-(-(fraction * count - 1e-9) // 1)))
+    return min(extent, max(1, math.ceil(fraction * extent - 1e-9)))
 
 
 def local_cut(layout: Layout, reading: Reading) -> str | None:
@@ -331,7 +333,7 @@ def _selected(
     at = 0
     spans = sorted({(p.row, p.rows) if cut == "row" else (p.col, p.cols) for p in geometry.pieces})
     for start, own in spans:
-        count = local_count(fraction, extent, shards, own)
+        count = min(own, slice_count(fraction, -(-extent // shards)))
         place[start] = (at, count)
         at += count
     pieces = tuple(
@@ -460,7 +462,7 @@ def _atoms(
         stays = not any(gathers or returns for gathers, returns in travels)
         stream = (_carrier(spec, travel, stays), any(t[0] for t in travels), any(t[1] for t in travels))
         cost = max(cost_of[m.param, m.index] for m in inside)
-        yield _Atom(Item(number, first, last), inside, stream, cost)
+        yield _Atom(Item(number, first, last, len(ranges) == 1), inside, stream, cost)
 
 
 def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:

@@ -73,7 +73,7 @@ class Run(NamedTuple):
     side: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
     """Index tables of one route. None where order suffices."""
 
@@ -93,11 +93,13 @@ class Tables:
         return [t for t in flat if t is not None] + [t for row in self.assemble_sides for t in row]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """One bucket as one rank sees it."""
 
+    number: int  # of the bucket in the plan
     bucket: Bucket
+    rank: int  # within the bucket's domain
     send: tuple[int, ...]  # split sizes of the first exchange, in elements, by rank
     arrive: tuple[int, ...]
     back: tuple[int, ...]  # and of the second
@@ -128,8 +130,9 @@ def routes(made: Plan, rank: int, device: torch.device | str = "cpu") -> tuple[R
         1
     """
     found = []
-    for bucket in made.buckets:
-        found.append(_Router(made, bucket, bucket.domain.ranks.index(rank)).route(device))
+    for number, bucket in enumerate(made.buckets):
+        place = bucket.domain.ranks.index(rank)
+        found.append(_Router(made, bucket, place).route(number, device))
     return tuple(found)
 
 
@@ -160,12 +163,14 @@ class _Router:
         self.unit = self._unit()
         self.align = math.lcm(self.unit, self.width) if any(self.kinds) else self.unit
 
-    def route(self, device: torch.device | str) -> Route:
+    def route(self, number: int, device: torch.device | str) -> Route:
         entries = [self._entry(*pair) for pair in zip(self.bucket.items, self.natural, strict=True)]
         pack_order, unpack_order = self._order(returning=False), self._order(returning=True)
         me, everyone = self.me, self.everyone
         return Route(
+            number=number,
             bucket=self.bucket,
+            rank=me,
             send=tuple(self._segment(me, owner, returning=False) for owner in everyone),
             arrive=tuple(self._segment(rank, me, returning=False) for rank in everyone),
             back=tuple(self._segment(rank, me, returning=True) for rank in everyone),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ortho_func.primitives.momentum import Scalar
 
-__all__ = ["ADJUST_LR", "descend", "lr_scale"]
+__all__ = ["ADJUST_LR", "lr_scale", "step_updates", "widen"]
 
 ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
     # Jordan 2024, https://kellerjordan.github.io/posts/muon/
@@ -43,50 +43,52 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: str | None = None) -> float:
     return ADJUST_LR[adjust_lr_fn](rows, cols)
 
 
-def descend(
+def step_updates(
     params: Sequence[Tensor],
-    updates: Sequence[Tensor],
+    directions: Sequence[Tensor],
     *,
     lr: Scalar,
     weight_decay: Scalar = 0.0,
     scales: Sequence[float | Tensor] | None = None,
     cautious: bool = False,
 ) -> list[Tensor]:
-    """New parameters X − lr·λ·X − lr·s·U, in fp32 at least and rounded once to X's dtype.
+    """What to add to the parameters: −lr·s·U − lr·λ·X, in fp32 at least and not yet rounded.
 
     Args:
         params: X, any floating dtypes.
-        updates: U, of the shapes of X.
+        directions: U, of the shapes of X or reshapeable to them.
         lr: a float or a 0-d tensor.
         weight_decay: λ, decoupled.
         scales: s of each parameter: a number, or a tensor that broadcasts against U.
         cautious: decay only where U and X agree in sign (arXiv 2510.12402).
 
     Example:
-        >>> descend([torch.ones(2)], [torch.ones(2)], lr=0.1, weight_decay=0.5)[0]
-        tensor([0.8500, 0.8500])
+        >>> step_updates([torch.ones(2)], [torch.ones(2)], lr=0.1, weight_decay=0.5)[0]
+        tensor([-0.1500, -0.1500])
     """
     if not params:
         return []
     numbers = [1.0] * len(params) if scales is None else list(scales)
-    wide = [_widen(x) for x in params]
     moves = [
-        _widen(u) * s if isinstance(s, Tensor) else _widen(u)
-        for u, s in zip(updates, numbers, strict=True)
+        (widen(u) * s if isinstance(s, Tensor) else widen(u)).reshape(x.shape)
+        for u, s, x in zip(directions, numbers, params, strict=True)
     ]
     factors = [1.0 if isinstance(s, Tensor) else s for s in numbers]
+    wide = [widen(x) for x in params]
+    decayed = wide
     if cautious:
-        decays = [torch.where(u * x > 0, x, 0) for u, x in zip(moves, wide, strict=True)]
-        kept = torch._foreach_sub(wide, torch._foreach_mul(decays, lr * weight_decay))
-    else:
-        kept = torch._foreach_mul(wide, 1 - lr * weight_decay)
+        decayed = [torch.where(u * x > 0, x, 0) for u, x in zip(moves, wide, strict=True)]
     if isinstance(lr, Tensor):
-        steps = torch._foreach_mul(torch._foreach_mul(moves, factors), lr)
+        steps = torch._foreach_mul(torch._foreach_mul(moves, factors), -lr)
     else:
-        steps = torch._foreach_mul(moves, [lr * factor for factor in factors])
-    moved = torch._foreach_sub(kept, steps)
-    return [new.to(old.dtype) for new, old in zip(moved, params, strict=True)]
+        steps = torch._foreach_mul(moves, [-lr * factor for factor in factors])
+    if isinstance(weight_decay, Tensor) or isinstance(lr, Tensor):
+        return list(torch._foreach_sub(steps, torch._foreach_mul(decayed, lr * weight_decay)))
+    if weight_decay == 0.0:
+        return list(steps)
+    return list(torch._foreach_add(steps, decayed, alpha=-lr * weight_decay))
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
+    """At least fp32, so that sums are rounded once."""
     return x.float() if x.dtype.itemsize < 4 else x

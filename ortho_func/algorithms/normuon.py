@@ -1,0 +1,70 @@
+"""NorMuon: Muon with each row divided by the root of its running mean square.
+
+O = orth(B);  V ← β₂V + (1 − β₂)mean_C(O²);  Ô = O/(√V + ε), rescaled to ‖Ô‖_F = ‖O‖_F;
+X ← (1 − lr·λ)X − lr·s·Ô
+
+V has one value per row of the matrix. It travels with the matrix, so that the rescaling sees
+all rows whatever the sharding.
+
+Source: arXiv 2510.05491, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ortho_func.algorithms.muon import MuonRule
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, State
+from ortho_func.primitives.normalization import normalize_rows
+
+__all__ = ["NorMuonRule"]
+
+
+@dataclass(frozen=True)
+class NorMuonRule(MuonRule):
+    """NorMuon as three pure functions."""
+
+    eps: float = 1e-7
+
+    name: ClassVar[str] = "normuon"
+    state: ClassVar[dict[str, str]] = {"momentum_buffer": "param", "row_variance": "row"}
+    sides: ClassVar[tuple[str, ...]] = ("row",)
+    scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
+
+    def emit(
+        self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
+    ) -> Emission:
+        """Muon's emission, with V beside it."""
+        sent = super().emit(grads, state, hyper, frames)
+        sides = [
+            (v.reshape(frame.shape[:2]),)
+            for v, frame in zip(state["row_variance"], frames, strict=True)
+        ]
+        return sent._replace(sides=sides, carry=[v.shape for v in state["row_variance"]])
+
+    def whole(
+        self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The normalized factor and the new V."""
+        o = self.orthogonalizer(x)
+        normal, variance = normalize_rows(o, sides[0], beta2=hyper["beta2"], eps=self.eps)
+        return normal, (variance,)
+
+    def absorb(
+        self,
+        params: list[Tensor],
+        results: list[Tensor],
+        sides: list[tuple[Tensor, ...]],
+        emission: Emission,
+        hyper: Hyper,
+        frames: Sequence[Frame],
+    ) -> tuple[list[Tensor], State]:
+        """Muon's step; V is what came back."""
+        variances = [
+            side[0].reshape(shape) for side, shape in zip(sides, emission.carry, strict=True)
+        ]
+        return self.descend(params, results, hyper, frames), {"row_variance": variances}

@@ -1,0 +1,114 @@
+"""A matrix algorithm as three pure functions around the round trip.
+
+`emit` runs on shards and says what travels; `whole` runs on whole matrices, on their owner;
+`absorb` runs on shards again and says what to add to the parameters. None of them knows how a
+parameter is sharded, and none writes its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ortho_func.plan import Travel
+from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.orthogonalize import get_orthogonalizer
+from ortho_func.primitives.scaling import step_updates
+
+__all__ = ["Emission", "Frame", "Hyper", "MatrixRule", "State"]
+
+Hyper = Mapping[str, Scalar]
+State = dict[str, list[Tensor]]
+
+
+class Frame(NamedTuple):
+    """How a rule sees one shard: as [stack, rows, cols], and what of it travels.
+
+    `blocks` are the rows of each row block in the shard; `kinds` says of each side vector and
+    block whether it has a value per row or per column; `scale` is the shape scale of lr.
+    """
+
+    shape: tuple[int, int, int]
+    sent: tuple[int, int, int]
+    blocks: tuple[int, ...]
+    kinds: tuple[tuple[str, ...], ...]
+    scale: float | Tensor
+
+
+class Emission(NamedTuple):
+    """What a rule sends, by shard; `carry` comes back to `absorb`, `state` is written at once."""
+
+    shards: list[Tensor]
+    sides: list[tuple[Tensor, ...]]
+    carry: Any
+    state: State
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """The static part of an algorithm: everything that changes what is traced.
+
+    Subclasses say what state they keep ("param": of the parameter's shape; "row": one value a
+    row), which side vectors travel, and which hyperparameters may change from step to step.
+    """
+
+    adjust_lr_fn: str | None = None
+    cautious: bool = False
+    orthogonalizer: Any = field(default_factory=lambda: get_orthogonalizer("auto"))
+
+    name: ClassVar[str]
+    state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
+    sides: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
+
+    def for_cut(self, cut: str | None) -> MatrixRule:
+        """The rule for parameters whose shards are cut along rows, columns or neither."""
+        return self
+
+    def travel(self, **common: Any) -> Travel:
+        """What travels for this rule, as the plan needs to know it."""
+        return Travel(algorithm=self.name, sides=self.sides, **common)
+
+    def emit(
+        self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
+    ) -> Emission:
+        """Shards and side vectors that travel."""
+        raise NotImplementedError
+
+    def whole(
+        self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """From what arrived, [n, R, C], to what goes back."""
+        return self.orthogonalizer(x), sides
+
+    def absorb(
+        self,
+        params: list[Tensor],
+        results: list[Tensor],
+        sides: list[tuple[Tensor, ...]],
+        emission: Emission,
+        hyper: Hyper,
+        frames: Sequence[Frame],
+    ) -> tuple[list[Tensor], State]:
+        """What to add to each parameter, and new state."""
+        return self.descend(params, results, hyper, frames), {}
+
+    def descend(
+        self,
+        params: list[Tensor],
+        directions: list[Tensor],
+        hyper: Hyper,
+        frames: Sequence[Frame],
+    ) -> list[Tensor]:
+        """−lr·s·U − lr·λ·X."""
+        return step_updates(
+            params,
+            directions,
+            lr=hyper["lr"],
+            weight_decay=hyper["weight_decay"],
+            scales=[frame.scale for frame in frames],
+            cautious=self.cautious,
+        )

@@ -1,0 +1,196 @@
+"""The optimizers: defaults around the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ortho_func.optim.shell import OrthogonalOptimizer
+from ortho_func.plan import DEFAULT_BUCKET_BYTES
+
+__all__ = ["Dion2", "Muon", "NorMuon"]
+
+Orthogonalize = str | Callable[[Tensor], Tensor]
+
+
+def _defaults(algorithm: str, **given: Any) -> dict[str, Any]:
+    common = {"flatten": None, "split_sizes": None, "num_heads": None}
+    return {"algorithm": algorithm, **_ALL, **given, **common}
+
+
+# Every group has every option, so that a group may name any algorithm.
+_ALL: dict[str, Any] = {"nesterov": True, "beta2": 0.95, "fraction": 0.25, "selection": "local"}
+
+
+class Muon(OrthogonalOptimizer):
+    """Muon on whole matrices, whatever their sharding.
+
+    M ← μM + (1 − μ)G;  B = (1 − μ)G + μM (Nesterov) or M;  X ← (1 − lr·λ)X − lr·s·orth(B)
+
+    Args:
+        params: parameters or groups, as in ``torch.optim``. DTensors bring their mesh. A group
+            may set every option below, and ``algorithm`` ("muon", "normuon", "dion2",
+            "adamw"), ``flatten``, ``split_sizes`` and ``num_heads``; "adamw" groups take
+            ``betas`` and ``adam_eps``.
+        lr: learning rate, a number or a 0-d tensor.
+        weight_decay: λ, decoupled.
+        momentum: μ.
+        nesterov: look ahead by one step.
+        adjust_lr_fn: s of an R×C matrix: "original" (None) √max(1, R/C), "match_rms_adamw"
+            0.2·√max(R, C), "spectral_norm" √(R/C), "none" 1.
+        orthogonalizer: a name that `orthogonalize` knows, or a callable [n, R, C] → [n, R, C].
+        ns_steps: iterations; None takes as many as the schedule has.
+        eps: as in ``torch.optim.Muon``; the orthogonalizers scale by the matrix's own norm and
+            need none, NorMuon adds it to √V.
+        cautious: decay only where update and parameter agree in sign.
+        wire_dtype: dtype in which matrices travel between ranks.
+        compute_dtype: dtype in which they are orthogonalized.
+        process_group: for plain tensors that are replicated over it (DDP).
+        bucket_bytes: bound on what a rank has in flight in one exchange.
+        wire: "auto", "dense" or "exact": how pieces lie on the wire; results are the same.
+        compile: compile the whole step as one graph; a dict gives options of ``torch.compile``.
+
+    Raises:
+        ValueError: at construction, on every rank alike, for what cannot be done.
+
+    Source: Jordan 2024, https://kellerjordan.github.io/posts/muon/.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = Muon(layer.parameters(), lr=0.02)
+        >>> layer(torch.randn(2, 8)).square().mean().backward()
+        >>> opt.step()
+    """
+
+    algorithm = "muon"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        momentum: float | Tensor = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str | None = None,
+        orthogonalizer: Orthogonalize = "auto",
+        ns_steps: int | None = None,
+        eps: float = 1e-7,
+        cautious: bool = False,
+        wire_dtype: torch.dtype = torch.bfloat16,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        process_group: Any = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        wire: str = "auto",
+        compile: bool | dict[str, Any] = False,
+        **more: Any,
+    ) -> None:
+        defaults = _defaults(
+            self.algorithm,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+            orthogonalizer=orthogonalizer,
+            ns_steps=ns_steps,
+            eps=eps,
+            cautious=cautious,
+            wire_dtype=wire_dtype,
+            compute_dtype=compute_dtype,
+            **more,
+        )
+        super().__init__(
+            params,
+            defaults,
+            process_group=process_group,
+            bucket_bytes=bucket_bytes,
+            wire=wire,
+            compile=compile,
+        )
+
+
+class NorMuon(Muon):
+    """NorMuon: Muon with rows normalized by their running mean square.
+
+    O = orth(B);  V ← β₂V + (1 − β₂)mean_C(O²);  Ô = O/(√V + ε) · ‖O‖_F/‖O/(√V + ε)‖_F;
+    X ← (1 − lr·λ)X − lr·s·Ô
+
+    V, fp32, has one value per row of each matrix. The result does not depend on the sharding.
+
+    Args:
+        params: as in `Muon`.
+        lr: as in `Muon`.
+        weight_decay: as in `Muon`.
+        beta2: decay of V, a number or a 0-d tensor.
+        options: everything else that `Muon` takes.
+
+    Source: arXiv 2510.05491, Algorithm 1.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = NorMuon(layer.parameters(), lr=0.02)
+        >>> sorted(opt.state[layer.weight])
+        ['momentum_buffer', 'row_variance']
+    """
+
+    algorithm = "normuon"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        beta2: float | Tensor = 0.95,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, weight_decay, beta2=beta2, **options)
+
+
+class Dion2(Muon):
+    """Dion2: a fraction of each matrix's slices is orthogonalized, the rest waits in M.
+
+    M ← M + G;  K = ⌈αn⌉ slices of the shorter side with largest L1 norm;
+    X ← (1 − lr·λ)X − lr·s·orth(M_K) on K;  M_K ← μM_K
+
+    Args:
+        params: as in `Muon`.
+        lr: as in `Muon`.
+        weight_decay: as in `Muon`.
+        fraction: α, in (0, 1].
+        selection: "global", exact on any sharding, whole matrices travel; or "local", each
+            shard chooses its own top slices and only they travel: cheaper, and dependent on
+            the number of shards.
+        options: everything else that `Muon` takes, but nesterov, which has no meaning here.
+
+    Source: arXiv 2512.16928.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = Dion2(layer.parameters(), lr=0.02, fraction=0.5)
+        >>> layer(torch.randn(2, 8)).square().mean().backward()
+        >>> before = layer.weight.detach().clone()
+        >>> opt.step()
+        >>> int((layer.weight != before * (1 - 0.02 * 0.1)).any(dim=1).sum())
+        2
+    """
+
+    algorithm = "dion2"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        fraction: float = 0.25,
+        selection: str = "local",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, lr, weight_decay, fraction=fraction, selection=selection, **options
+        )

@@ -1,0 +1,153 @@
+"""What a parameter group may say, checked once, at construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ortho_func.algorithms.dion2 import Dion2Rule
+from ortho_func.algorithms.muon import MuonRule
+from ortho_func.algorithms.normuon import NorMuonRule
+from ortho_func.algorithms.rule import MatrixRule
+from ortho_func.geometry import Reading
+from ortho_func.primitives.orthogonalize import flops, get_orthogonalizer
+from ortho_func.primitives.scaling import lr_scale
+
+__all__ = ["ALGORITHMS", "check_group", "cost_of", "reading_of", "rule_of", "static_key"]
+
+MATRIX_ALGORITHMS: dict[str, type[MatrixRule]] = {
+    "muon": MuonRule,
+    "normuon": NorMuonRule,
+    "dion2": Dion2Rule,
+}
+ALGORITHMS = (*MATRIX_ALGORITHMS, "adamw")
+
+# name -> (lowest, whether it may be reached, highest, whether it may be reached)
+_RANGES: dict[str, tuple[float, bool, float, bool]] = {
+    "lr": (0.0, True, math.inf, False),
+    "weight_decay": (0.0, True, math.inf, False),
+    "momentum": (0.0, True, 1.0, False),
+    "beta2": (0.0, True, 1.0, False),
+    "eps": (0.0, True, math.inf, False),
+    "fraction": (0.0, False, 1.0, True),
+}
+_TENSORS = ("lr", "weight_decay", "momentum", "beta2")
+_FLAGS = ("nesterov", "cautious")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_group(group: Mapping[str, Any], names: list[str]) -> None:
+    """Raise `ValueError` or `TypeError` for what a group says wrongly, naming the parameter."""
+    algorithm = group["algorithm"]
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}.")
+    for name, bounds in _RANGES.items():
+        if name in group:
+            _check_number(name, group[name], bounds)
+    for name in _FLAGS:
+        if not isinstance(group.get(name, False), bool):
+            raise TypeError(f"{name} must be True or False, got {group[name]!r}.")
+    betas = group.get("betas", (0.9, 0.95))
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, got {betas!r}.")
+    for beta in betas:
+        _check_number("betas", beta, _RANGES["beta2"])
+    if algorithm in MATRIX_ALGORITHMS:
+        _check_matrix_options(group)
+    for name, parameter in zip(names, group["params"], strict=True):
+        _check_parameter(name, parameter)
+
+
+def _check_number(name: str, value: Any, bounds: tuple[float, bool, float, bool]) -> None:
+    if isinstance(value, Tensor):
+        if name not in _TENSORS:
+            raise TypeError(f"{name} is static and must be a number, got a tensor.")
+        if value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}.")
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        try:  # numpy scalars are numbers too
+            value = float(value) if not isinstance(value, (bool, str)) else math.nan
+        except (TypeError, ValueError):
+            value = math.nan
+        if math.isnan(value):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+    low, low_in, high, high_in = bounds
+    above = value >= low if low_in else value > low
+    below = value <= high if high_in else value < high
+    if not (above and below):
+        left, right = "[" if low_in else "(", "]" if high_in else ")"
+        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value}.")
+
+
+def _check_matrix_options(group: Mapping[str, Any]) -> None:
+    lr_scale(1, 1, group["adjust_lr_fn"])
+    for name in ("wire_dtype", "compute_dtype"):
+        if group[name] not in _DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise ValueError(f"{name} must be one of {allowed}, got {group[name]!r}.")
+    if group["algorithm"] == "dion2" and group["selection"] not in ("local", "global"):
+        raise ValueError(f"selection must be 'local' or 'global', got {group['selection']!r}.")
+    get_orthogonalizer(
+        group["orthogonalizer"], steps=group["ns_steps"], compute_dtype=group["compute_dtype"]
+    )
+
+
+def _check_parameter(name: str, parameter: Tensor) -> None:
+    what = f"{name} of shape {tuple(parameter.shape)}"
+    if not parameter.dtype.is_floating_point:
+        raise ValueError(f"{what} has dtype {parameter.dtype}: only real floating parameters train.")
+    if parameter.layout != torch.strided:
+        raise ValueError(f"{what} is sparse: sparse parameters are not supported.")
+    if parameter.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device: materialize the model (to_empty and initialize) "
+            "before building the optimizer."
+        )
+
+
+def rule_of(group: Mapping[str, Any]) -> MatrixRule:
+    """The rule of a matrix group."""
+    kind = MATRIX_ALGORITHMS[group["algorithm"]]
+    orthogonalizer = get_orthogonalizer(
+        group["orthogonalizer"], steps=group["ns_steps"], compute_dtype=group["compute_dtype"]
+    )
+    wanted = {name: group[name] for name in kind.__dataclass_fields__ if name in group}
+    wanted["orthogonalizer"] = orthogonalizer
+    if "fraction" in wanted:
+        wanted["fraction"] = float(wanted["fraction"])
+    return kind(**wanted)
+
+
+def cost_of(group: Mapping[str, Any]) -> Callable[[int, int], float]:
+    """What one matrix costs by the group's orthogonalizer; a callable counts as the default."""
+    method, steps = group["orthogonalizer"], group["ns_steps"]
+    if not isinstance(method, str):
+        method, steps = "auto", None
+    share = group["fraction"] if group["algorithm"] == "dion2" else 1.0
+
+    def cost(rows: int, cols: int) -> float:
+        return share * flops(rows, cols, method=method, steps=steps)
+
+    return cost
+
+
+def reading_of(group: Mapping[str, Any]) -> Reading:
+    """How the parameters of a group are read as matrices."""
+    splits = group["split_sizes"]
+    return Reading(group["flatten"], None if splits is None else tuple(splits), group["num_heads"])
+
+
+def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a group is built into the step: a change means building it again."""
+    names = (
+        "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
+        "wire_dtype", "compute_dtype", "flatten", "split_sizes", "num_heads", "fraction",
+        "selection", "betas",
+    )  # fmt: skip
+    found = tuple(group.get(name) for name in names)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)

@@ -1,0 +1,465 @@
+"""The stateful shell: a ``torch.optim.Optimizer`` around the pure step.
+
+All in-place writes of the library are here (and in functions whose names end in ``_``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ortho_func.algorithms.adamw import adamw_, adamw_step
+from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
+from ortho_func.geometry import (
+    aligned,
+    domain_group,
+    layout_of,
+    like,
+    local,
+    on_mesh,
+)
+from ortho_func.optim.agreement import check_agreement
+from ortho_func.optim.options import (
+    MATRIX_ALGORITHMS,
+    check_group,
+    cost_of,
+    reading_of,
+    rule_of,
+    static_key,
+)
+from ortho_func.plan import DEFAULT_BUCKET_BYTES, ParamSpec, Plan
+from ortho_func.routing import Entry
+
+__all__ = ["OrthogonalOptimizer"]
+
+# Set in code, not by a checkpoint: callables and dtypes do not belong into a state dict.
+_UNSAVED = ("orthogonalizer", "wire_dtype", "compute_dtype")
+_SCALARS = ("lr", "weight_decay", "momentum", "beta2")
+
+
+class _InPlace:
+    """Writes results where they belong."""
+
+    def put_state(self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]) -> None:
+        torch._foreach_copy_(old, new)
+
+    def put_updates(self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]) -> None:
+        torch._foreach_add_(params, updates)
+
+
+@dataclass(frozen=True, eq=False)
+class _Elementwise:
+    """An AdamW group: its number, its parameters, and what is built into the step."""
+
+    group: int
+    params: list[Tensor]
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """Everything that is computed once from the groups."""
+
+    key: tuple[Any, ...]
+    program: Program | None
+    matrices: list[Tensor]  # parameters of the program, in the plan's order
+    group_of: list[int]
+    elementwise: list[_Elementwise]
+    traced: Callable[..., None] | None
+
+
+class OrthogonalOptimizer(torch.optim.Optimizer):
+    """What the matrix optimizers share. Use `Muon`, `NorMuon` or `Dion2`."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        process_group: Any = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        wire: str = "auto",
+        compile: bool | dict[str, Any] = False,
+    ) -> None:
+        self._settings = {"bucket_bytes": bucket_bytes, "wire": wire, "compile": compile}
+        self._process_group = process_group
+        self._built: _Built | None = None
+        self._ready = False
+        super().__init__(params, defaults)
+        self._ready = True
+        self._build()
+
+    # -- construction -----------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; the step is planned again, so all ranks must do it alike."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["algorithm"] == "adamw":
+            group.setdefault("betas", (0.9, 0.95))
+        try:
+            check_group(group, self._names(len(self.param_groups) - 1))
+            if self._ready:
+                self._build()
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _names(self, number: int) -> list[str]:
+        group = self.param_groups[number]
+        found = group.get("param_names")
+        count = len(group["params"])
+        return list(found) if found else [f"parameter {i} of group {number}" for i in range(count)]
+
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(static_key(group) for group in self.param_groups)
+
+    def _build(self) -> None:
+        """Plan the step, agree on it with the other ranks, make state, compile if asked to."""
+        specs: list[ParamSpec] = []
+        matrices: list[Tensor] = []
+        group_of: list[int] = []
+        elementwise: list[_Elementwise] = []
+        chosen: list[int] = []
+        for number, group in enumerate(self.param_groups):
+            if group["algorithm"] == "adamw":
+                elementwise.append(
+                    _Elementwise(number, group["params"], tuple(group["betas"]), _adam_eps(group))
+                )
+                continue
+            chosen.append(number)
+            reading = reading_of(group)
+            for name, p in zip(self._names(number), group["params"], strict=True):
+                layout = layout_of(p, process_group=self._process_group, name=name)
+                specs.append(ParamSpec(name, layout, reading, len(chosen) - 1, p.dtype))
+                matrices.append(p)
+                group_of.append(number)
+        program = self._program(specs, matrices, chosen) if specs else None
+        self._make_state(matrices, group_of, elementwise)
+        built = _Built(self._key(), program, matrices, group_of, elementwise, None)
+        traced = _compiled(built, self._settings["compile"])
+        self._built = _Built(built.key, program, matrices, group_of, elementwise, traced)
+
+    def _program(
+        self, specs: list[ParamSpec], matrices: list[Tensor], chosen: list[int]
+    ) -> Program:
+        groups = [self.param_groups[number] for number in chosen]
+        made, rules, came_from = plan_for(
+            specs,
+            [rule_of(group) for group in groups],
+            [group["wire_dtype"] for group in groups],
+            [cost_of(group) for group in groups],
+            bucket_bytes=self._settings["bucket_bytes"],
+            wire=self._settings["wire"],
+        )
+        handles = [domain_group(p, self._process_group) for p in matrices]
+        check_agreement(made, handles)
+        return bind(
+            made,
+            rules,
+            [chosen[number] for number in came_from],
+            rank=_global_rank(handles),
+            devices=[local(p).device for p in matrices],
+            group_names=[None if handle is None else handle.group_name for handle in handles],
+        )
+
+    def _make_state(
+        self, matrices: list[Tensor], group_of: list[int], elementwise: list[_Elementwise]
+    ) -> None:
+        """State exists from the start, with the parameters' placements; what is there stays."""
+        for p, number in zip(matrices, group_of, strict=True):
+            rule = rule_of(self.param_groups[number])
+            for name, kind in rule.state.items():
+                if name not in self.state[p]:
+                    reading = reading_of(self.param_groups[number])
+                    self.state[p][name] = _zeros(p, kind, bool(reading.flatten))
+        for group in elementwise:
+            for p in group.params:
+                state = self.state[p]
+                if "step" not in state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=local(p).device)
+                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the matrix groups, None without any; print ``opt.plan.describe()``."""
+        assert self._built is not None
+        return None if self._built.program is None else self._built.program.plan
+
+    # -- the step ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. Every rank of the parameters' mesh must call it.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, as in ``torch.optim``.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        built = self._built
+        assert built is not None
+        if not torch.compiler.is_compiling() and built.key != self._key():
+            for number, group in enumerate(self.param_groups):
+                check_group(group, self._names(number))
+            self._build()
+            built = self._built
+            assert built is not None
+        if built.traced is not None and not torch.compiler.is_compiling():
+            self._step_compiled(built)
+        else:
+            self._step_eager(built)
+        return loss
+
+    def _hypers(self) -> list[dict[str, Any]]:
+        return [
+            {name: group[name] for name in _SCALARS if name in group}
+            for group in self.param_groups
+        ]
+
+    def _local_state(self, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        return [
+            {name: local(t) for name, t in self.state[p].items() if isinstance(t, Tensor)}
+            for p in params
+        ]
+
+    def _step_eager(self, built: _Built) -> None:
+        hypers = self._hypers()
+
+        def elementwise() -> None:
+            for group in built.elementwise:
+                hyper = hypers[group.group]
+                params = [p for p in group.params if p.grad is not None]
+                state = self._local_state(params)
+                adamw_(
+                    [local(p) for p in params],
+                    [_gradient(p) for p in params],
+                    [s["exp_avg"] for s in state],
+                    [s["exp_avg_sq"] for s in state],
+                    [s["step"] for s in state],
+                    lr=hyper["lr"],
+                    weight_decay=hyper["weight_decay"],
+                    betas=group.betas,
+                    eps=group.eps,
+                )
+
+        if built.program is None:
+            elementwise()
+            return
+        matrix_step(
+            built.program,
+            [local(p) for p in built.matrices],
+            [None if p.grad is None else _gradient(p) for p in built.matrices],
+            self._local_state(built.matrices),
+            hypers,
+            _InPlace(),
+            meanwhile=elementwise,
+        )
+
+    def _step_compiled(self, built: _Built) -> None:
+        assert built.traced is not None
+        params = [local(p) for p in built.matrices]
+        others = [p for group in built.elementwise for p in group.params]
+        everything = [*built.matrices, *others]
+        present = torch.tensor([p.grad is not None for p in everything])
+        device = local(everything[0]).device if everything else torch.device("cpu")
+        hypers = self._hypers()
+        names = [tuple(hyper) for hyper in hypers]
+        values = _scalar_tensor(hypers, device)
+        grads = [
+            _gradient(p) if p.grad is not None else torch.zeros_like(local(p)) for p in everything
+        ]
+        built.traced(
+            params,
+            grads[: len(params)],
+            self._local_state(built.matrices),
+            [local(p) for p in others],
+            grads[len(params) :],
+            self._local_state(others),
+            present.to(device, non_blocking=True),
+            values,
+            names,
+        )
+
+    # -- state ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``; tensors among the hyperparameters are saved as numbers."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            for name in _UNSAVED:
+                group.pop(name, None)
+            for name in _SCALARS:
+                if isinstance(group.get(name), Tensor):
+                    group[name] = float(group[name])
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; state keeps the dtype and the storage that it has here."""
+        before = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
+        kept = [dict(group) for group in self.param_groups]
+        filled = dict(state_dict)
+        if len(state_dict["param_groups"]) == len(kept):
+            filled["param_groups"] = [
+                {**{name: mine[name] for name in _UNSAVED if name in mine}, **saved}
+                for mine, saved in zip(kept, state_dict["param_groups"], strict=True)
+            ]
+        super().load_state_dict(filled)
+        self._restore_scalars(kept)
+        self._restore_state(before, state_dict)
+        self._build()
+
+    def _restore_scalars(self, kept: list[dict[str, Any]]) -> None:
+        """A hyperparameter that is a tensor here stays that tensor, with the loaded value."""
+        for mine, group in zip(kept, self.param_groups, strict=True):
+            for name in _SCALARS:
+                if isinstance(mine.get(name), Tensor) and name in group:
+                    mine[name].fill_(float(group[name]))
+                    group[name] = mine[name]
+
+    def _restore_state(
+        self, before: dict[Tensor, dict[str, Any]], state_dict: dict[str, Any]
+    ) -> None:
+        order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(order, params, strict=True):
+            raw = state_dict["state"].get(index, {})
+            for name, mine in before[p].items():
+                if not isinstance(mine, Tensor):
+                    continue
+                if name in raw:
+                    with torch.no_grad():
+                        mine.copy_(torch.as_tensor(raw[name]))
+                self.state[p][name] = mine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle; the plan is computed again (a process group is not pickled)."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_process_group", None)
+        self.__dict__.setdefault("_built", None)
+        self.__dict__.setdefault("_ready", True)
+        if self._built is None and "_settings" in self.__dict__:
+            self._build()
+
+
+def _adam_eps(group: dict[str, Any]) -> float:
+    return float(group.get("adam_eps", 1e-8))
+
+
+def _zeros(parameter: Tensor, kind: str, flatten: bool) -> Tensor:
+    if kind == "param":
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    shard = local(parameter)
+    keep = 1 if flatten else parameter.ndim - 1
+
+    def reduced(shape: Iterable[int]) -> list[int]:
+        return [n if dim < keep else 1 for dim, n in enumerate(shape)]
+
+    extents = reduced(shard.shape)
+    zeros = torch.zeros(extents, dtype=torch.float32, device=shard.device)
+    return like(parameter, zeros, reduced(parameter.shape))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return local(aligned(gradient, parameter))
+
+
+def _global_rank(handles: Sequence[Any]) -> int:
+    if all(handle is None for handle in handles):
+        return 0
+    return torch.distributed.get_rank()
+
+
+def _scalar_tensor(hypers: list[dict[str, Any]], device: torch.device) -> Tensor:
+    """All hyperparameters that may change, as one tensor."""
+    values = [value for hyper in hypers for value in hyper.values()]
+    if any(isinstance(value, Tensor) for value in values):
+        parts = [torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]
+        return torch.stack([part.reshape(()) for part in parts])
+    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+
+
+def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] | None:
+    """The whole step as one function for ``torch.compile``: lists of tensors in, writes out."""
+    if not how:
+        return None
+    program, groups = built.program, built.elementwise
+    count = len(built.matrices)
+
+    def whole_step(
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: list[dict[str, Tensor]],
+        others: list[Tensor],
+        other_grads: list[Tensor],
+        other_state: list[dict[str, Tensor]],
+        present: Tensor,
+        values: Tensor,
+        names: list[tuple[str, ...]],
+    ) -> None:
+        hypers, at = [], 0
+        for keys in names:
+            hypers.append({key: values[at + n] for n, key in enumerate(keys)})
+            at += len(keys)
+
+        def elementwise() -> None:
+            first = 0
+            for group in groups:
+                last = first + len(group.params)
+                _masked_adamw_(
+                    group, others[first:last], other_grads[first:last], other_state[first:last],
+                    hypers[group.group], present[count + first : count + last],
+                )  # fmt: skip
+                first = last
+
+        if program is None:
+            elementwise()
+            return
+        matrix_step(
+            program, params, grads, state, hypers, _InPlace(),
+            present=present, meanwhile=elementwise,
+        )  # fmt: skip
+
+    options = dict(how) if isinstance(how, dict) else {}
+    return torch.compile(whole_step, fullgraph=True, dynamic=False, **options)
+
+
+def _masked_adamw_(
+    group: _Elementwise,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: list[dict[str, Tensor]],
+    hyper: dict[str, Any],
+    present: Tensor,
+) -> None:
+    if not params:
+        return
+    old = [
+        params,
+        [s["exp_avg"] for s in state],
+        [s["exp_avg_sq"] for s in state],
+        [s["step"] for s in state],
+    ]
+    new = adamw_step(
+        old[0], grads, old[1], old[2], old[3],
+        lr=hyper["lr"], weight_decay=hyper["weight_decay"], betas=group.betas, eps=group.eps,
+    )  # fmt: skip
+    for before, after in zip(old, new, strict=True):
+        kept = [torch.where(present[n], b, a) for n, (a, b) in enumerate(zip(before, after, strict=True))]
+        torch._foreach_copy_(before, kept)

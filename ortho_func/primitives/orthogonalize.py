@@ -1,0 +1,519 @@
+"""Orthogonalizers: a matrix to (an approximation of) its polar factor.
+
+Every function here takes ``[..., R, C]`` in any floating dtype and gives back the same shape and
+dtype without writing its input. Leading dims are a batch. The work is done on the short side, and
+each matrix is scaled on its own, so results don't depend on the norm of the input.
+
+Shape suffixes: B batch, M short side, N long side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ortho_func.coefficients import SCHEDULE_NAMES, Schedule, Step
+from ortho_func.coefficients import schedule as find_schedule
+
+ScheduleLike = str | Schedule | Sequence[Step]
+
+DEFAULT_SCHEDULE = "minimax"
+
+_COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+# Zero of the quadratic r(x) = x**2 - u*x in `_largest_eigenvalue_bound`, as a fraction of the
+# Schatten bound. Chosen by benchmarks/numerics.py; every value is safe.
+_BOUND_ZERO = 0.3
+
+# Where a step of degree nine that isn't the last is expanded: the middle of A's eigenvalues, since
+# early steps overshoot to singular values just below two (arXiv 2505.16932, section 3).
+_EARLY_CENTRE = 1.8
+
+# Long over short side from which the Gram iteration does less arithmetic (see `flops`).
+_GRAM_RATIO = 2.0
+
+
+def newton_schulz(
+    x: Tensor,
+    *,
+    schedule: ScheduleLike = DEFAULT_SCHEDULE,
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Orthogonalize by a composition of odd quintics: ``X <- aX + (bA + cA^2)X``, ``A = XX^T``.
+
+    ``x`` is ``[..., R, C]``, floating; the result has its shape and dtype. ``compute_dtype=None``
+    computes in bfloat16, except float64 input, which stays float64. A schedule for the Frobenius
+    norm is applied as published; one for the Schatten-8 norm is scaled by a bound that the first
+    step's ``A`` and ``A^2`` yield.
+
+    Raises ``ValueError`` for fewer than two dims, an unknown schedule or another compute dtype,
+    ``TypeError`` for a dtype that isn't real floating point.
+
+    >>> newton_schulz(torch.ones(1, 16), schedule="jordan", compute_dtype=torch.float32)[0, 0]
+    tensor(0.1741)
+
+    Sources: https://kellerjordan.github.io/posts/muon/, arXiv 2505.16932.
+    """
+    made = find_schedule(schedule, steps)
+    dtype = _compute_dtype(x, compute_dtype)
+    if x.numel() == 0:
+        return x.clone()
+    x_BMN, restore = _prepared(x, dtype)
+    return restore(_iterate(x_BMN, made))
+
+
+def gram_newton_schulz(
+    x: Tensor,
+    *,
+    schedule: ScheduleLike = DEFAULT_SCHEDULE,
+    steps: int | None = None,
+    restarts: Sequence[int] | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Orthogonalize by iterating on the Gram matrix: ``W <- qW``, ``A <- qAq``, ``X <- WX``.
+
+    The same polynomials as `newton_schulz` with ``q = aI + bA + cA^2``, but the long side is
+    touched only at the start, at each restart and at the end. ``restarts`` are the step numbers
+    before which ``X <- WX`` is formed and ``A`` computed anew; the default keeps each compute dtype
+    stable. The small matrices are float32, or float64 for float64, whatever ``compute_dtype`` says.
+
+    Shapes, dtypes and errors are those of `newton_schulz`; ``ValueError`` too for a restart
+    outside ``1 .. steps - 1``.
+
+    >>> x = torch.randn(8, 64, dtype=torch.float64)
+    >>> torch.allclose(gram_newton_schulz(x), newton_schulz(x))
+    True
+    """
+    made = find_schedule(schedule, steps)
+    dtype = _compute_dtype(x, compute_dtype)
+    cuts = _checked_restarts(restarts, len(made.steps), dtype)
+    if x.numel() == 0:
+        return x.clone()
+    x_BMN, restore = _prepared(x, dtype)
+    return restore(_gram_iterate(x_BMN, made, cuts))
+
+
+def polar_svd(x: Tensor) -> Tensor:
+    """The polar factor ``UV^T`` of ``x = U diag(s) V^T`` by SVD, in float64.
+
+    Directions with ``s <= max(R, C) * eps * max(s)`` count as absent and give zero, where ``eps``
+    is float32's, or float64's for float64 input. A matrix that holds NaN or Inf gives NaN.
+
+    >>> polar_svd(torch.tensor([[0.0, -3.0], [2.0, 0.0]]))
+    tensor([[ 0., -1.],
+            [ 1.,  0.]])
+    """
+    _check_input(x)
+    if x.numel() == 0:
+        return x.clone()
+    wide = x.double()
+    finite = torch.isfinite(wide).all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    clean = torch.where(finite, wide, 0.0)
+    u, s, vt = torch.linalg.svd(clean, full_matrices=False)
+    eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    present = s > s.amax(dim=-1, keepdim=True) * (max(x.shape[-2:]) * eps)
+    polar = (u * present.unsqueeze(-2)) @ vt
+    return torch.where(finite, polar, torch.nan).to(x.dtype)
+
+
+def normalize_vector(x: Tensor) -> Tensor:
+    """The exact polar factor ``x / |x|`` of matrices with a single row or column.
+
+    >>> normalize_vector(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
+    _check_input(x)
+    if x.numel() == 0:
+        return x.clone()
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    wide = wide / _power_of_two(wide)
+    return (wide / _nonzero(_norm(wide))).to(x.dtype)
+
+
+def orthogonalize(
+    x: Tensor,
+    *,
+    method: str = "auto",
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Orthogonalize ``[..., R, C]`` by a method's name; the choice depends on shape and dtype only.
+
+    ``"auto"`` normalizes a single row or column exactly, takes `gram_newton_schulz` where it does
+    less arithmetic and the compute dtype is float32 or float64, and `newton_schulz` elsewhere.
+    Other names: ``"newton_schulz"``, ``"gram_newton_schulz"``, ``"svd"`` and the schedules'.
+
+    Raises ``ValueError`` for an unknown name; see `newton_schulz` for the rest.
+
+    >>> orthogonalize(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
+    _check_method(method)
+    if method == "auto":
+        method = _auto(x.shape[-2], x.shape[-1], _compute_dtype(x, compute_dtype))
+    if method == "vector":
+        return normalize_vector(x)
+    if method == "svd":
+        return polar_svd(x)
+    if method == "gram_newton_schulz":
+        return gram_newton_schulz(x, steps=steps, compute_dtype=compute_dtype)
+    name = DEFAULT_SCHEDULE if method == "newton_schulz" else method
+    return newton_schulz(x, schedule=name, steps=steps, compute_dtype=compute_dtype)
+
+
+#: The names that `orthogonalize` and `get_orthogonalizer` take.
+METHODS: tuple[str, ...] = ("auto", "newton_schulz", "gram_newton_schulz", "svd", *SCHEDULE_NAMES)
+
+
+@dataclass(frozen=True)
+class Orthogonalizer:
+    """`orthogonalize` with its settings bound: hashable, comparable, picklable."""
+
+    method: str = "auto"
+    steps: int | None = None
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_method(self.method)
+        _check_compute_dtype(self.compute_dtype)
+        find_schedule(_schedule_name(self.method), self.steps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The orthogonalized ``x``, ``[..., R, C]``."""
+        return orthogonalize(
+            x, method=self.method, steps=self.steps, compute_dtype=self.compute_dtype
+        )
+
+
+def get_orthogonalizer(
+    name_or_callable: str | Callable[[Tensor], Tensor],
+    *,
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """A function ``[..., R, C] -> [..., R, C]`` for a method's name; a callable stays what it is.
+
+    Raises ``ValueError`` for an unknown name, a number of steps its schedule doesn't offer, or an
+    unsupported compute dtype; ``TypeError`` for anything that is neither a name nor callable.
+
+    >>> get_orthogonalizer("jordan", steps=5)
+    Orthogonalizer(method='jordan', steps=5, compute_dtype=None)
+    """
+    if isinstance(name_or_callable, str):
+        return Orthogonalizer(name_or_callable, steps, compute_dtype)
+    if not callable(name_or_callable):
+        raise TypeError(
+            f"orthogonalizer: expected a name or a callable, got {type(name_or_callable).__name__}"
+        )
+    return name_or_callable
+
+
+@cache
+def flops(
+    rows: int,
+    cols: int,
+    *,
+    method: str = "auto",
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> int:
+    """Floating-point operations that one matrix of this shape takes, a multiply-add counting two.
+
+    ``compute_dtype`` matters to ``"auto"`` and ``"gram_newton_schulz"``; None counts as bfloat16.
+    Raises ``ValueError`` for an unknown method or a number of steps its schedule doesn't offer.
+
+    >>> flops(2, 3, method="jordan", steps=1)
+    64
+    """
+    _check_method(method)
+    _check_compute_dtype(compute_dtype)
+    dtype = compute_dtype or torch.bfloat16
+    short, long = min(rows, cols), max(rows, cols)
+    if method == "auto":
+        method = _auto(rows, cols, dtype)
+    if method == "vector":
+        return 3 * long
+    if method == "svd":
+        # Golub and Van Loan, Matrix Computations, 4th ed., figure 8.6.1 (R-SVD).
+        return 6 * long * short**2 + 20 * short**3
+    made = find_schedule(_schedule_name(method), steps)
+    squares, count = sum(map(_square_products, made.steps)), len(made.steps)
+    segments = count
+    if method == "gram_newton_schulz":
+        # After a segment's first step, each one multiplies W by q and A by q from both sides.
+        segments = len(_default_restarts(count, dtype)) + 1
+        squares += 3 * (count - segments)
+    return segments * 4 * short**2 * long + squares * 2 * short**3
+
+
+def _square_products(step: Step) -> int:
+    """Products of the short side alone that a step's factor takes, the square included."""
+    return 1 if len(step) == 3 else 2
+
+
+# --- choices -----------------------------------------------------------------------------------
+
+
+def _schedule_name(method: str) -> str:
+    return method if method in SCHEDULE_NAMES else DEFAULT_SCHEDULE
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"unknown orthogonalizer {method!r}: expected one of {', '.join(METHODS)}")
+
+
+def _auto(rows: int, cols: int, dtype: torch.dtype) -> str:
+    short, long = min(rows, cols), max(rows, cols)
+    if short == 1:
+        return "vector"
+    # The Gram iteration's small side is float32 even in bfloat16, which costs more than it saves.
+    if dtype != torch.bfloat16 and long >= _GRAM_RATIO * short:
+        return "gram_newton_schulz"
+    return "newton_schulz"
+
+
+def _check_input(x: Tensor) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"expected matrices [..., R, C], got a tensor of shape {list(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"expected a real floating dtype, got {x.dtype}")
+
+
+def _check_compute_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _COMPUTE_DTYPES:
+        # float16 can't hold the eighth powers of a singular value that the bound needs.
+        names = ", ".join(map(str, _COMPUTE_DTYPES))
+        raise ValueError(f"compute_dtype must be None or one of {names}, got {dtype}")
+
+
+def _compute_dtype(x: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    _check_input(x)
+    _check_compute_dtype(asked)
+    if asked is not None:
+        return asked
+    return torch.float64 if x.dtype == torch.float64 else torch.bfloat16
+
+
+# --- scales ------------------------------------------------------------------------------------
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Frobenius norm of each matrix as [..., 1, 1], accumulated in at least float32."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """``scale`` with exact zeros replaced by one, so that zeros divide to zeros and NaN stays."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Largest magnitude of each matrix as [..., 1, 1]."""
+    if x.numel() > x.shape[-2] * x.shape[-1]:
+        return x.abs().amax(dim=(-2, -1), keepdim=True)
+    # A whole tensor's extremes come in one pass without a copy.
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low).reshape((1,) * x.ndim)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The power of two in (amax/2, amax] of each matrix as [..., 1, 1]: division by it is exact."""
+    # The scale cancels in every result, so it carries no gradient.
+    amax = _amax(x.detach())
+    mantissa = torch.frexp(amax.to(_wide(amax.dtype))).mantissa
+    return _nonzero(amax / _nonzero(2 * mantissa).to(amax.dtype))
+
+
+def _prepared(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``x`` as a contiguous-in-batch [B, M, N] with M <= N and amax in [1, 2), and the way back."""
+    tall = x.shape[-2] > x.shape[-1]
+    # A narrower dtype's exponents don't cover float64's: there the scaling comes before the cast.
+    source = x if x.dtype == torch.float64 else x.to(dtype)
+    scaled = (source / _power_of_two(source)).to(dtype)
+    flat = scaled.reshape(-1, *x.shape[-2:]) if x.ndim != 3 else scaled
+
+    def restore(y_BMN: Tensor) -> Tensor:
+        y = y_BMN.mT if tall else y_BMN
+        return y.reshape(x.shape).to(x.dtype)
+
+    return (flat.mT if tall else flat), restore
+
+
+def _largest_eigenvalue_bound(a_BMM: Tensor, a2_BMM: Tensor) -> Tensor:
+    """An upper bound [B, 1, 1] of A's largest eigenvalue, from A and its square.
+
+    For every real polynomial r, ``|r(lambda_1)| <= |r(A)|_F``. With ``r = x^2`` that is the
+    Schatten-8 norm of X, squared. With ``r = x^2 - u*x`` it solves to
+    ``lambda_1 <= u/2 + sqrt(u^2/4 + |A^2 - uA|_F)``, tighter for a flat spectrum.
+    """
+    u = _BOUND_ZERO * _norm(a2_BMM).sqrt()
+    residual = _norm(torch.addcmul(a2_BMM, a_BMM, u, value=-1))
+    half = u / 2
+    return _nonzero(half + (half * half + residual).sqrt())
+
+
+# --- the iterations ----------------------------------------------------------------------------
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    # A batch of one as a plain product: backends have faster kernels for it.
+    if left.shape[0] == 1:
+        return (left[0] @ right[0]).unsqueeze(0)
+    return left @ right
+
+
+def _plus_product(
+    base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
+) -> Tensor:
+    """``beta*base + alpha*left@right`` as one fused product."""
+    if base.shape[0] == 1:
+        return torch.addmm(base[0], left[0], right[0], beta=beta, alpha=alpha).unsqueeze(0)
+    return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+
+
+def _combined(a_BMM: Tensor, a2_BMM: Tensor, p: float, q: float) -> tuple[Tensor, float]:
+    """``pA + qA^2`` as a matrix and the weight it still needs: one pass instead of two."""
+    return (torch.add(a_BMM, a2_BMM, alpha=q / p), p) if p else (a2_BMM, q)
+
+
+def _factor(a_BMM: Tensor, a2_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
+    """``bA + cA^2``, or ``bA + cA^2 + A^2(dA + eA^2)``, as a matrix and a weight.
+
+    That is a step's polynomial in A without its constant term.
+    """
+    low, weight = _combined(a_BMM, a2_BMM, step[1], step[2])
+    if len(step) == 3:
+        return low, weight
+    high, alpha = _combined(a_BMM, a2_BMM, step[3], step[4])
+    return _plus_product(low, a2_BMM, high, beta=weight, alpha=alpha), 1.0
+
+
+def _factor_of(a_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
+    """`_factor` from A alone; for a quintic the square is fused in."""
+    if len(step) == 3:
+        return _plus_product(a_BMM, a_BMM, a_BMM, beta=step[1], alpha=step[2]), 1.0
+    return _factor(a_BMM, _product(a_BMM, a_BMM), step)
+
+
+def _recentred(step: Step, centre: float) -> Step:
+    """The coefficients of a step's polynomial in A as one in ``A - centre*I``."""
+    terms = range(len(step))
+    return tuple(
+        sum(step[k] * math.comb(k, j) * centre ** (k - j) for k in terms if k >= j) for j in terms
+    )
+
+
+def _apply_step(x_BMN: Tensor, step: Step, centre: float) -> Tensor:
+    """``X <- p(XX^T) X`` for one step."""
+    gram = _product(x_BMN, x_BMN.mT)
+    if len(step) > 3:
+        # Around its centre a polynomial of degree nine has small coefficients, so that rounding A
+        # hurts little: around zero they are many times the result, fatal in bfloat16.
+        step = _recentred(step, centre)
+        gram.diagonal(dim1=-2, dim2=-1).sub_(centre)
+    factor, weight = _factor_of(gram, step)
+    return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
+
+
+def _iterate(x_BMN: Tensor, made: Schedule) -> Tensor:
+    """All steps of a schedule on prepared matrices."""
+    first, *rest = made.steps
+    if made.scale == "schatten8":
+        x_BMN = _bounded_step(x_BMN, first)
+    else:
+        x_BMN = _apply_step(_frobenius_scaled(x_BMN), first, _EARLY_CENTRE)
+    for step in rest[:-1]:
+        x_BMN = _apply_step(x_BMN, step, _EARLY_CENTRE)
+    for step in rest[-1:]:
+        x_BMN = _apply_step(x_BMN, step, 1.0)
+    return x_BMN
+
+
+def _frobenius_scaled(x_BMN: Tensor) -> Tensor:
+    return x_BMN / _nonzero(_norm(x_BMN))
+
+
+def _bounded_step(x_BMN: Tensor, step: Step) -> Tensor:
+    """The first step, on X divided by a tight bound of its largest singular value."""
+    gram = _product(x_BMN, x_BMN.mT)
+    square = _product(gram, gram)
+    shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
+    x_BMN = x_BMN * shrink.sqrt()
+    if len(step) == 3 and step[1]:
+        # s(bA + c*sA^2) as b * s(A + (c/b)sA^2): one pass less over the small side.
+        weight = step[1]
+        factor = torch.add(gram, square * shrink, alpha=step[2] / weight) * shrink
+    else:
+        factor, weight = _factor(gram * shrink, square * shrink * shrink, step)
+    return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _gram_iterate(x_BMN: Tensor, made: Schedule, cuts: tuple[int, ...]) -> Tensor:
+    """All steps of a schedule, touching the long side only between the segments."""
+    if made.scale == "frobenius":
+        x_BMN = _frobenius_scaled(x_BMN)
+    for start, stop in pairwise((0, *cuts, len(made.steps))):
+        wide = x_BMN.to(_wide(x_BMN.dtype))
+        gram = _product(wide, wide.mT)
+        square = _product(gram, gram)
+        if start == 0 and made.scale == "schatten8":
+            shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
+            x_BMN = (wide * shrink.sqrt()).to(x_BMN.dtype)
+            gram, square = gram * shrink, square * shrink * shrink
+        factor, shift = _gram_segment(gram, square, made.steps[start:stop])
+        x_BMN = _plus_product(x_BMN, factor.to(x_BMN.dtype), x_BMN, beta=shift)
+    return x_BMN
+
+
+def _gram_segment(a_BMM: Tensor, a2_BMM: Tensor, steps: Sequence[Step]) -> tuple[Tensor, float]:
+    """The product of a segment's factors as ``W + shift*I``: returns W and shift.
+
+    Keeping the identity's share apart leaves X's own share exact when W is rounded.
+    """
+    first, *rest = steps
+    q, weight = _factor(a_BMM, a2_BMM, first)
+    q, lead = q * weight, first[0]
+    w, shift = q, lead
+    for step in rest:
+        # A <- (q + lead*I) A (q + lead*I), one side at a time.
+        half = _plus_product(a_BMM, q, a_BMM, beta=lead)
+        a_BMM = _plus_product(half, half, q, beta=lead)
+        q, weight = _factor_of(a_BMM, step)
+        q, lead = q * weight, step[0]
+        # (q + lead*I)(W + shift*I) = (qW + lead*W + shift*q) + lead*shift*I
+        w = torch.add(_plus_product(w, q, w, beta=lead), q, alpha=shift)
+        shift *= lead
+    return w, shift
+
+
+def _default_restarts(steps: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Where a Gram iteration restarts by itself; the search is in docs/numerics.md."""
+    if dtype == torch.bfloat16:
+        # W is rounded when applied: a segment may amplify little, and the last one is short.
+        return tuple(range(2, steps))
+    # A segment multiplies the error in A by its slope at zero squared: 2e5 in four steps.
+    return tuple(range(4, steps, 4))
+
+
+def _checked_restarts(
+    restarts: Sequence[int] | None, steps: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    if restarts is None:
+        return _default_restarts(steps, dtype)
+    cuts = tuple(sorted(set(restarts)))
+    if any(not 0 < cut < steps for cut in cuts):
+        raise ValueError(f"restarts must be in 1 .. {steps - 1}, got {tuple(restarts)}")
+    return cuts
