@@ -110,7 +110,9 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
 _POLAR_EXPRESS_LENGTH = 5
 
 # Grishina, Smirnov, Rakhuba: CANS, arXiv 2506.10935v2, appendix J (degree 5, four iterations,
-# delta = 0.3).
+# delta = 0.3). The published steps meet the ends of their intervals exactly; in bfloat16 a singular
+# value rounded above one would end at 8, so each is stretched as Polar Express does.
+_CANS_SAFETY = 1.01
 _CANS: tuple[Step, ...] = (
     (8.420293602126344, -24.910491192120688, 18.472094206318726),
     (4.101228661246281, -3.0518555467946813, 0.5741241025302702),
@@ -340,7 +342,10 @@ _NAMED: dict[str, Schedule] = {
         ),
     ),
     "cans": Schedule(
-        "cans", _CANS, source="arXiv 2506.10935v2, appendix J", tail=(NEWTON_SCHULZ_QUINTIC,)
+        "cans",
+        tuple(_with_safety(s, _CANS_SAFETY) for s in _CANS),
+        source="arXiv 2506.10935v2, appendix J, with a safety factor of 1.01",
+        tail=(NEWTON_SCHULZ_QUINTIC,),
     ),
 }
 

@@ -156,7 +156,7 @@ class Reading:
 
 
 class Piece(NamedTuple):
-    """The part of a matrix that one rank holds: rows and columns of the matrix, never empty."""
+    """The part of a matrix that one rank holds: rows and columns of the matrix."""
 
     rank: int
     row: int
@@ -164,16 +164,25 @@ class Piece(NamedTuple):
     col: int
     cols: int
 
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
 
 @dataclass(frozen=True)
 class MatrixGeometry:
-    """One matrix of a parameter and its pieces, in the order of their ranks."""
+    """One matrix of a parameter and its pieces, in the order of their ranks.
+
+    `edges` are the empty pieces of ranks whose shard has no rows or no columns: nothing of the
+    matrix is theirs, but state with one value per row (or column) is replicated there.
+    """
 
     stack: int
     block: int
     rows: int
     cols: int
     pieces: tuple[Piece, ...]
+    edges: tuple[Piece, ...] = ()
 
 
 class _StackBox(NamedTuple):
@@ -187,8 +196,6 @@ class _StackBox(NamedTuple):
 
 
 def _stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> _StackBox:
-    if box.numel == 0:
-        return _StackBox(frozenset(), 0, 0, 0, 0)
     if not (reading.flatten and len(shape) > 2):
         lead = [range(s, s + n) for s, n in zip(box.start[:-2], box.size[:-2], strict=True)]
         stack = [0]
@@ -205,6 +212,8 @@ def _stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> _StackBox:
                 "shard is no rectangle of the flattened matrix. Shard it on dim 0 or dim 1."
             )
         partial = partial or size > 1
+    if math.prod(box.size[1:]) == 0:
+        col = math.prod(shape[1:])
     return _StackBox(frozenset((0,)), box.start[0], box.size[0], col, math.prod(box.size[1:]))
 
 
@@ -222,13 +231,15 @@ def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
         for index in box.stack:
             holders[index].append(rank)
     found = []
-    shared: dict[tuple[int, tuple[int, ...]], tuple[Piece, ...]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
     for index in range(stacks):
         for block, (first, count) in enumerate(reading.blocks(rows)):
             key = (block, tuple(holders[index]))
             if key not in shared:
-                shared[key] = tuple(_pieces(boxes, holders[index], first, count))
-            found.append(MatrixGeometry(index, block, count, cols, shared[key]))
+                pieces = _pieces(boxes, holders[index], first, count)
+                solid = tuple(piece for piece in pieces if piece.numel)
+                shared[key] = (solid, tuple(piece for piece in pieces if not piece.numel))
+            found.append(MatrixGeometry(index, block, count, cols, *shared[key]))
     return tuple(found)
 
 
@@ -239,7 +250,9 @@ def _pieces(
     for rank in ranks:
         box = boxes[rank]
         start, stop = max(first, box.row), min(first + count, box.row + box.rows)
-        if start < stop:
+        if box.rows == 0:
+            pieces.append(Piece(rank, count, 0, box.col, box.cols))
+        elif start < stop:
             pieces.append(Piece(rank, start - first, stop - start, box.col, box.cols))
     return pieces
 

@@ -458,7 +458,7 @@ def _atoms(
         ranges = list(zip(edges, edges[1:], strict=False))
     for first, last in ranges:
         inside = tuple(m for m in members if first <= m.geometry.stack < last)
-        travels = [_moves(spec.layout, m) for m in inside]
+        travels = [_moves(spec.layout, m, bool(travel.sides)) for m in inside]
         stays = not any(gathers or returns for gathers, returns in travels)
         stream = (_carrier(spec, travel, stays), any(t[0] for t in travels), any(t[1] for t in travels))
         cost = max(cost_of[m.param, m.index] for m in inside)
@@ -470,10 +470,11 @@ def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
     return spec.dtype if stays else travel.wire_dtype
 
 
-def _moves(layout: Layout, matrix: Matrix) -> tuple[bool, bool]:
+def _moves(layout: Layout, matrix: Matrix, sided: bool) -> tuple[bool, bool]:
     """Whether the owner lacks a part of the matrix, and whether others need a part of it."""
     replica = layout.replicas[matrix.owner]
-    gathers = returns = False
+    gathers = False
+    returns = sided and any(edge.rank != matrix.owner for edge in matrix.geometry.edges)
     for piece in matrix.geometry.pieces:
         if piece.rank != matrix.owner:
             returns = True
@@ -516,7 +517,7 @@ def _bucket(
             classes[params[matrix.param].group, *shape].append(matrix)
     grids = {key: _common_grid(params, members, gathers) for key, members in classes.items()}
     sided = any(groups[key[0]].sides for key in classes)
-    alike = _alike(params, [m for found in classes.values() for m in found], gathers)
+    alike = _alike(params, [m for found in classes.values() for m in found], gathers, sided)
     dense = alike and _is_dense(classes, grids, wire, sided)
     slabs = tuple(
         Slab(*key, grids[key] if dense else None, tuple(members))
@@ -549,10 +550,19 @@ def _is_dense(
     return padded <= (1 + DENSE_WASTE) * exact
 
 
-def _alike(params: Sequence[ParamSpec], members: Sequence[Matrix], gathers: bool) -> bool:
+def _alike(
+    params: Sequence[ParamSpec], members: Sequence[Matrix], gathers: bool, sided: bool
+) -> bool:
     """Whether all matrices of each owner come from, and go to, the same ranks."""
     if len({params[matrix.param].layout.replicas for matrix in members}) > 1:
         return False
+    if sided and any(matrix.geometry.edges for matrix in members):
+        # a rank that pads a regular grid need not be where its empty shard says
+        return gathers and all(
+            split_dim(matrix.geometry) != "both"
+            and len(params[matrix.param].layout.domain.mesh) == 1
+            for matrix in members
+        )
     holders: dict[int, tuple[int, ...]] = {}
     return gathers or all(
         holders.setdefault(matrix.owner, found) == found

@@ -204,19 +204,24 @@ class _Router:
             for matrix in slab.members:
                 pieces = matrix.geometry.pieces
                 if id(pieces) not in held:
-                    held[id(pieces)] = {piece.rank: piece for piece in pieces}
+                    every = (*pieces, *matrix.geometry.edges)
+                    held[id(pieces)] = {piece.rank: piece for piece in every}
         return held
 
     def _piece(self, matrix: Matrix, rank: int) -> Piece | None:
         return self.held[id(matrix.geometry.pieces)].get(rank)
+
+    def _holds(self, piece: Piece | None) -> bool:
+        """Whether a piece has a slot: in a dense bucket an empty one has none of its own."""
+        return piece is not None and (piece.numel > 0 or not self.bucket.dense)
 
     def _natural_order(self) -> list[list[tuple[int, Matrix]]]:
         """By item: (slab, matrix) of all matrices of which this rank has a slot, by index."""
         members: dict[int, list[tuple[int, Matrix]]] = defaultdict(list)
         for number, slab in enumerate(self.bucket.slabs):
             for matrix in slab.members:
-                padded = slab.grid is not None and self.bucket.gathers
-                if padded or self._piece(matrix, self.me) is not None:
+                padded = self.bucket.dense and self.bucket.gathers
+                if padded or self._holds(self._piece(matrix, self.me)):
                     members[matrix.param].append((number, matrix))
         return [
             sorted(
@@ -270,7 +275,9 @@ class _Router:
     ) -> bool:
         """Whether a rank has a slot of a matrix of this lane."""
         if not self.bucket.gathers:
-            return piece is not None if returning else rank == matrix.owner
+            if not returning:
+                return rank == matrix.owner
+            return self._holds(piece)
         if not returning:
             replicas = self.plan.params[matrix.param].layout.replicas
             if replicas[rank] != replicas[matrix.owner]:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from ortho_func.optim.shell import OrthogonalOptimizer
-from ortho_func.plan import DEFAULT_BUCKET_BYTES
+from ortho_func.plan import DEFAULT_BUCKET_BYTES, Wire
 
 __all__ = ["Dion2", "Muon", "NorMuon"]
 
 Orthogonalize = str | Callable[[Tensor], Tensor]
 
 
-def _defaults(algorithm: str, **given: Any) -> dict[str, Any]:
-    common = {"flatten": None, "split_sizes": None, "num_heads": None}
-    return {"algorithm": algorithm, **_ALL, **given, **common}
+class Options(TypedDict, total=False):
+    """What every optimizer takes besides its own arguments; see `Muon`."""
 
-
-# Every group has every option, so that a group may name any algorithm.
-_ALL: dict[str, Any] = {"nesterov": True, "beta2": 0.95, "fraction": 0.25, "selection": "local"}
+    momentum: float | Tensor
+    adjust_lr_fn: str | None
+    orthogonalizer: Orthogonalize
+    ns_steps: int | None
+    eps: float
+    cautious: bool
+    flatten: bool | None
+    split_sizes: Sequence[int] | None
+    num_heads: int | None
+    wire_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    process_group: Any
+    bucket_bytes: int
+    wire: Wire
+    compile: bool | dict[str, Any]
 
 
 class Muon(OrthogonalOptimizer):
@@ -46,6 +57,10 @@ class Muon(OrthogonalOptimizer):
         eps: as in ``torch.optim.Muon``; the orthogonalizers scale by the matrix's own norm and
             need none, NorMuon adds it to √V.
         cautious: decay only where update and parameter agree in sign.
+        flatten: what a parameter of three or more dims is: False, a stack of matrices over its
+            leading dims (experts); True, one matrix of dim 0 by all others (a convolution).
+        split_sizes: rows that are matrices of their own, as in a fused QKV.
+        num_heads: as many equal row blocks that are matrices of their own.
         wire_dtype: dtype in which matrices travel between ranks.
         compute_dtype: dtype in which they are orthogonalized.
         process_group: for plain tensors that are replicated over it (DDP).
@@ -65,8 +80,6 @@ class Muon(OrthogonalOptimizer):
         >>> opt.step()
     """
 
-    algorithm = "muon"
-
     def __init__(
         self,
         params: Any,
@@ -80,16 +93,19 @@ class Muon(OrthogonalOptimizer):
         ns_steps: int | None = None,
         eps: float = 1e-7,
         cautious: bool = False,
+        flatten: bool | None = None,
+        split_sizes: Sequence[int] | None = None,
+        num_heads: int | None = None,
         wire_dtype: torch.dtype = torch.bfloat16,
         compute_dtype: torch.dtype = torch.bfloat16,
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        wire: str = "auto",
+        wire: Wire = "auto",
         compile: bool | dict[str, Any] = False,
-        **more: Any,
     ) -> None:
-        defaults = _defaults(
-            self.algorithm,
+        super().__init__(
+            params,
+            "muon",
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -99,13 +115,11 @@ class Muon(OrthogonalOptimizer):
             ns_steps=ns_steps,
             eps=eps,
             cautious=cautious,
+            flatten=flatten,
+            split_sizes=split_sizes,
+            num_heads=num_heads,
             wire_dtype=wire_dtype,
             compute_dtype=compute_dtype,
-            **more,
-        )
-        super().__init__(
-            params,
-            defaults,
             process_group=process_group,
             bucket_bytes=bucket_bytes,
             wire=wire,
@@ -113,7 +127,7 @@ class Muon(OrthogonalOptimizer):
         )
 
 
-class NorMuon(Muon):
+class NorMuon(OrthogonalOptimizer):
     """NorMuon: Muon with rows normalized by their running mean square.
 
     O = orth(B);  V ← β₂V + (1 − β₂)mean_C(O²);  Ô = O/(√V + ε) · ‖O‖_F/‖O/(√V + ε)‖_F;
@@ -126,6 +140,7 @@ class NorMuon(Muon):
         lr: as in `Muon`.
         weight_decay: as in `Muon`.
         beta2: decay of V, a number or a 0-d tensor.
+        nesterov: as in `Muon`.
         options: everything else that `Muon` takes.
 
     Source: arXiv 2510.05491, Algorithm 1.
@@ -137,8 +152,6 @@ class NorMuon(Muon):
         ['momentum_buffer', 'row_variance']
     """
 
-    algorithm = "normuon"
-
     def __init__(
         self,
         params: Any,
@@ -146,12 +159,16 @@ class NorMuon(Muon):
         weight_decay: float | Tensor = 0.1,
         *,
         beta2: float | Tensor = 0.95,
-        **options: Any,
+        nesterov: bool = True,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, weight_decay, beta2=beta2, **options)
+        super().__init__(
+            params, "normuon", lr=lr, weight_decay=weight_decay, beta2=beta2, nesterov=nesterov,
+            **options,
+        )  # fmt: skip
 
 
-class Dion2(Muon):
+class Dion2(OrthogonalOptimizer):
     """Dion2: a fraction of each matrix's slices is orthogonalized, the rest waits in M.
 
     M ← M + G;  K = ⌈αn⌉ slices of the shorter side with largest L1 norm;
@@ -165,7 +182,7 @@ class Dion2(Muon):
         selection: "global", exact on any sharding, whole matrices travel; or "local", each
             shard chooses its own top slices and only they travel: cheaper, and dependent on
             the number of shards.
-        options: everything else that `Muon` takes, but nesterov, which has no meaning here.
+        options: everything else that `Muon` takes; nesterov has no meaning here.
 
     Source: arXiv 2512.16928.
 
@@ -179,8 +196,6 @@ class Dion2(Muon):
         2
     """
 
-    algorithm = "dion2"
-
     def __init__(
         self,
         params: Any,
@@ -189,8 +204,9 @@ class Dion2(Muon):
         *,
         fraction: float = 0.25,
         selection: str = "local",
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            params, lr, weight_decay, fraction=fraction, selection=selection, **options
-        )
+            params, "dion2", lr=lr, weight_decay=weight_decay, fraction=fraction,
+            selection=selection, **options,
+        )  # fmt: skip

@@ -17,7 +17,7 @@ from ortho_func.geometry import Reading
 from ortho_func.primitives.orthogonalize import flops, get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
 
-__all__ = ["ALGORITHMS", "check_group", "cost_of", "reading_of", "rule_of", "static_key"]
+__all__ = ["ALGORITHMS", "DEFAULTS", "check_group", "cost_of", "reading_of", "rule_of", "static_key"]
 
 MATRIX_ALGORITHMS: dict[str, type[MatrixRule]] = {
     "muon": MuonRule,
@@ -25,6 +25,28 @@ MATRIX_ALGORITHMS: dict[str, type[MatrixRule]] = {
     "dion2": Dion2Rule,
 }
 ALGORITHMS = (*MATRIX_ALGORITHMS, "adamw")
+
+# What a group says if neither it nor the optimizer says otherwise: every group has every option,
+# so that it may name any algorithm.
+DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "beta2": 0.95,
+    "fraction": 0.25,
+    "selection": "local",
+    "adjust_lr_fn": None,
+    "orthogonalizer": "auto",
+    "ns_steps": None,
+    "eps": 1e-7,
+    "cautious": False,
+    "flatten": None,
+    "split_sizes": None,
+    "num_heads": None,
+    "wire_dtype": torch.bfloat16,
+    "compute_dtype": torch.bfloat16,
+}
 
 # name -> (lowest, whether it may be reached, highest, whether it may be reached)
 _RANGES: dict[str, tuple[float, bool, float, bool]] = {

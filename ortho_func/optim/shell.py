@@ -24,14 +24,14 @@ from ortho_func.geometry import (
 )
 from ortho_func.optim.agreement import check_agreement
 from ortho_func.optim.options import (
-    MATRIX_ALGORITHMS,
+    DEFAULTS,
     check_group,
     cost_of,
     reading_of,
     rule_of,
     static_key,
 )
-from ortho_func.plan import DEFAULT_BUCKET_BYTES, ParamSpec, Plan
+from ortho_func.plan import DEFAULT_BUCKET_BYTES, ParamSpec, Plan, Wire
 from ortho_func.routing import Entry
 
 __all__ = ["OrthogonalOptimizer"]
@@ -79,18 +79,22 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
+        algorithm: str,
         *,
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        wire: str = "auto",
+        wire: Wire = "auto",
         compile: bool | dict[str, Any] = False,
+        **given: Any,
     ) -> None:
-        self._settings = {"bucket_bytes": bucket_bytes, "wire": wire, "compile": compile}
+        unknown = set(given) - set(DEFAULTS)
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}.")
+        self._settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "wire": wire, "compile": compile}
         self._process_group = process_group
         self._built: _Built | None = None
         self._ready = False
-        super().__init__(params, defaults)
+        super().__init__(params, {"algorithm": algorithm, **DEFAULTS, **given})
         self._ready = True
         self._build()
 

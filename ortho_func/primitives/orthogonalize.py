@@ -144,7 +144,7 @@ def orthogonalize(
     steps: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Orthogonalize ``[..., R, C]`` by a method's name; the choice depends on shape and dtype only.
+    """Orthogonalize ``[..., R, C]`` by a method's name, chosen by shape and compute dtype alone.
 
     ``"auto"`` normalizes a single row or column exactly, takes `gram_newton_schulz` where it does
     less arithmetic and the compute dtype is float32 or float64, and `newton_schulz` elsewhere.
@@ -156,8 +156,9 @@ def orthogonalize(
     tensor([[0.6000, 0.8000]])
     """
     _check_method(method)
+    dtype = _compute_dtype(x, compute_dtype)
     if method == "auto":
-        method = _auto(x.shape[-2], x.shape[-1], _compute_dtype(x, compute_dtype))
+        method = _auto(x.shape[-2], x.shape[-1], dtype)
     if method == "vector":
         return normalize_vector(x)
     if method == "svd":
@@ -449,9 +450,9 @@ def _bounded_step(x_BMN: Tensor, step: Step) -> Tensor:
     shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
     x_BMN = x_BMN * shrink.sqrt()
     if len(step) == 3 and step[1]:
-        # s(bA + c*sA^2) as b * s(A + (c/b)sA^2): one pass less over the small side.
+        # s(bA + c*sA^2) as b * s(A + (c/b)sA^2): fewer passes over the small side.
         weight = step[1]
-        factor = torch.add(gram, square * shrink, alpha=step[2] / weight) * shrink
+        factor = torch.addcmul(gram, square, shrink, value=step[2] / weight) * shrink
     else:
         factor, weight = _factor(gram * shrink, square * shrink * shrink, step)
     return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
