@@ -108,7 +108,11 @@ class Slab:
 
 
 class Item(NamedTuple):
-    """The part of a parameter that is in a bucket: stack indices first .. last - 1."""
+    """The part of a parameter that is in a bucket.
+
+    Of a stack, the matrices whose place in their shard is in first .. last - 1: every shard gives
+    a slice of itself, so that no rank has to send all of a bucket.
+    """
 
     param: int
     first: int
@@ -450,19 +454,27 @@ def _atoms(
     cost_of: dict[tuple[int, int], float],
 ) -> Iterable[_Atom]:
     size = sum(m.geometry.rows * m.geometry.cols for m in members) * travel.wire_dtype.itemsize
-    stacks = members[-1].geometry.stack + 1
+    stacks = 1 + max(place_in_shard(spec, m) for m in members)
     ranges = [(0, stacks)]
-    if len(spec.layout.shape) == 3 and size > bucket_bytes * world:
+    if stacks > 1 and size > bucket_bytes * world:
         parts = min(stacks, -(-size // (bucket_bytes * world)))
         edges = [stacks * part // parts for part in range(parts + 1)]
         ranges = list(zip(edges, edges[1:], strict=False))
     for first, last in ranges:
-        inside = tuple(m for m in members if first <= m.geometry.stack < last)
+        inside = tuple(m for m in members if first <= place_in_shard(spec, m) < last)
         travels = [_moves(spec.layout, m, bool(travel.sides)) for m in inside]
         stays = not any(gathers or returns for gathers, returns in travels)
         stream = (_carrier(spec, travel, stays), any(t[0] for t in travels), any(t[1] for t in travels))
         cost = max(cost_of[m.param, m.index] for m in inside)
         yield _Atom(Item(number, first, last, len(ranges) == 1), inside, stream, cost)
+
+
+def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:
+    """The index, within the shards that hold it, of a matrix of a stack over dim 0."""
+    if len(spec.layout.shape) != 3 or spec.reading.flatten:
+        return 0
+    holder = matrix.geometry.pieces[0].rank
+    return matrix.geometry.stack - spec.layout.boxes[holder].start[0]
 
 
 def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
@@ -556,13 +568,8 @@ def _alike(
     """Whether all matrices of each owner come from, and go to, the same ranks."""
     if len({params[matrix.param].layout.replicas for matrix in members}) > 1:
         return False
-    if sided and any(matrix.geometry.edges for matrix in members):
-        # a rank that pads a regular grid need not be where its empty shard says
-        return gathers and all(
-            split_dim(matrix.geometry) != "both"
-            and len(params[matrix.param].layout.domain.mesh) == 1
-            for matrix in members
-        )
+    if not gathers and sided and any(matrix.geometry.edges for matrix in members):
+        return False  # side values go to ranks that get no part of the matrix
     holders: dict[int, tuple[int, ...]] = {}
     return gathers or all(
         holders.setdefault(matrix.owner, found) == found
@@ -597,32 +604,35 @@ def _common_grid(
 
 def grid_of(geometry: MatrixGeometry, sources: Sequence[int]) -> Grid | None:
     """The grid in which `sources` hold the matrix: chunks in order, padding only at the end."""
-    held = {piece.rank: piece for piece in geometry.pieces}
+    held = {piece.rank: piece for piece in (*geometry.pieces, *geometry.edges)}
     cells = [held.get(rank) for rank in sources]
-    present = [piece for piece in cells if piece is not None]
-    rows, cols = max(p.rows for p in present), max(p.cols for p in present)
+    rows = max(piece.rows for piece in geometry.pieces)
+    cols = max(piece.cols for piece in geometry.pieces)
     count = len(sources)
     for row_parts in [count, *(n for n in range(1, count) if count % n == 0)]:
-        col_parts = count // row_parts
         for order in ("ij", "ji"):
-            grid = Grid(row_parts, col_parts, order, rows, cols)  # type: ignore[arg-type]
-            if all(_cell(geometry, grid, k) == _span(piece) for k, piece in enumerate(cells)):
+            grid = Grid(row_parts, count // row_parts, order, rows, cols)  # type: ignore[arg-type]
+            if all(_fits(geometry, grid, k, piece) for k, piece in enumerate(cells)):
                 return grid
     return None
 
 
-def _span(piece: Piece | None) -> tuple[int, int, int, int] | None:
-    return None if piece is None else tuple(piece[1:])  # type: ignore[return-value]
-
-
-def _cell(geometry: MatrixGeometry, grid: Grid, k: int) -> tuple[int, int, int, int] | None:
+def _fits(geometry: MatrixGeometry, grid: Grid, k: int, piece: Piece | None) -> bool:
+    """Whether source k's piece is the grid's k-th cell, cut off at the matrix's end."""
     if grid.order == "ij":
         i, j = divmod(k, grid.col_parts)
     else:
         j, i = divmod(k, grid.row_parts)
     row, col = i * grid.rows, j * grid.cols
-    rows, cols = min(grid.rows, geometry.rows - row), min(grid.cols, geometry.cols - col)
-    return (row, rows, col, cols) if rows > 0 and cols > 0 else None
+    rows = max(0, min(grid.rows, geometry.rows - row))
+    cols = max(0, min(grid.cols, geometry.cols - col))
+    if piece is None:
+        return rows * cols == 0
+    return (
+        (piece.rows, piece.cols) == (rows, cols)
+        and (rows == 0 or piece.row == row)
+        and (cols == 0 or piece.col == col)
+    )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.geometry import Piece
-from ortho_func.plan import Bucket, Grid, Item, Matrix, Plan, Slab
+from ortho_func.plan import Bucket, Grid, Item, Matrix, Plan, Slab, place_in_shard
 
 __all__ = ["Batch", "Entry", "Lane", "Route", "Tables", "routes"]
 
@@ -226,11 +226,15 @@ class _Router:
         return [
             sorted(
                 ((n, m) for n, m in members[item.param]
-                 if item.first <= m.geometry.stack < item.last),
+                 if self._inside(item, m)),
                 key=lambda pair: pair[1].index,
             )
             for item in self.bucket.items
         ]  # fmt: skip
+
+    def _inside(self, item: Item, matrix: Matrix) -> bool:
+        place = place_in_shard(self.plan.params[item.param], matrix)
+        return item.whole or item.first <= place < item.last
 
     # -- sizes ------------------------------------------------------------------------------
 

@@ -28,6 +28,15 @@ def adamw_(
     """One step in place, by torch's fused kernel where the dtypes allow it."""
     if not params:
         return
+    if torch.compiler.is_compiling():  # the fused kernels cannot be traced
+        old = (list(params), list(exp_avgs), list(exp_avg_sqs), list(steps))
+        new = adamw_step(
+            params, grads, exp_avgs, exp_avg_sqs, steps,
+            lr=lr, weight_decay=weight_decay, betas=betas, eps=eps,
+        )  # fmt: skip
+        for before, after in zip(old, new, strict=True):
+            torch._foreach_copy_(before, after)
+        return
     if isinstance(weight_decay, Tensor):  # no overload takes one: decay first, as AdamW does
         torch._foreach_mul_(list(params), 1 - lr * weight_decay)
         weight_decay = 0.0
