@@ -1,6 +1,6 @@
 """Distributed orthonormalized optimizers as a torch.compile-friendly functional library."""
 
-from ortho_func.optim.optimizers import Dion2, Muon, NorMuon
+from ortho_func.optim.optimizers import Dion2, Dion3, Muon, NorMuon
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
 from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schulz, orthogonalize
@@ -10,6 +10,7 @@ from ortho_func.primitives.padding import narrow, pad_to_max
 __version__ = "0.1.0"
 __all__ = [
     "Dion2",
+    "Dion3",
     "Muon",
     "NorMuon",
     "Plan",

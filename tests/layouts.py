@@ -35,6 +35,7 @@ WHOLE = {
     "muon": (ortho_func.Muon, reference.muon, {}),
     "normuon": (ortho_func.NorMuon, reference.normuon, {"beta2": 0.9}),
     "dion2": (ortho_func.Dion2, reference.dion2, {"fraction": 0.3}),
+    "dion3": (ortho_func.Dion3, reference.dion3, {"fraction": 0.3, "beta2": 0.9}),
 }
 
 

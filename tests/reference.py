@@ -88,15 +88,18 @@ def largest(scores: Tensor, count: int) -> list[int]:
     return sorted(order[:count])
 
 
-def select(m: Tensor, fraction: float, shards: Shards | None = None) -> tuple[int, list[int]]:
+def select(
+    m: Tensor, fraction: float, shards: Shards | None = None, *, rows_only: bool = False
+) -> tuple[int, list[int]]:
     """The selected slices of a matrix: (dim, indices), dim 0 for rows and 1 for columns.
 
-    Without shards (global): the ⌈αn⌉ slices with largest L1 norm along the shorter side of n.
+    Without shards (global): the ⌈αn⌉ slices with largest L1 norm along the shorter side of n,
+    or always of rows.
     With (local): of each shard its own top ⌈α⌈R/W⌉⌉ rows, or all when it has fewer.
     """
     rows, columns = m.shape
     if shards is None:
-        dim = 0 if rows <= columns else 1
+        dim = 0 if rows_only or rows <= columns else 1
         scores = m.abs().sum(dim=1 - dim)
         return dim, largest(scores, math.ceil(fraction * m.shape[dim] - 1e-9))
     scores = m.abs().sum(dim=1)
@@ -329,8 +332,8 @@ def dion3(
 ) -> Result:
     """Dion3 (NorDion2): Dion2 with the selected slices of O normalized as NorMuon's rows are.
 
-    State per name: `momentum_buffer`; `second_moment`, a list with one V per matrix, (R, 1) where
-    rows are selected and (1, C) where columns are. Slices not selected keep their V.
+    Rows are selected whatever the shape. State per name: `momentum_buffer`; `second_moment`, a
+    list with one V per matrix, (R, 1). Rows not selected keep their V.
     """
     return _dion2(
         params,
@@ -378,7 +381,9 @@ def _dion2(
             m = state[name]["momentum_buffer"]
             m.copy_(m + grad.to(dtype))
             for i, (x_i, m_i) in enumerate(zip(layout(name, x), layout(name, m), strict=True)):
-                dim, indices = select(m_i, fraction, _shards_of(shards, name, i))
+                dim, indices = select(
+                    m_i, fraction, _shards_of(shards, name, i), rows_only=normalize is not None
+                )
                 chosen = torch.tensor(indices)
                 o = orth(m_i.index_select(dim, chosen))
                 if normalize is not None:

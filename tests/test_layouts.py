@@ -141,10 +141,56 @@ def check(
 @pytest.mark.parametrize("algorithm", list(WHOLE))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_equals_one_process(pool: Any, layout: str, algorithm: str, request: Any) -> None:
-    options = {"selection": "global"} if algorithm == "dion2" else {}
+    options = {"selection": "global"} if algorithm in ("dion2", "dion3") else {}
     seed = torch.seed() % 2**31
     for wire in ("auto", "dense", "exact"):
         errors = pool.run(
             check, layout, algorithm, seed, {**options, "wire": wire}, world=LAYOUTS[layout][0]
         )
+        assert max(errors) < 1e-5, (wire, seed, errors)
+
+
+def row_ranges(rows: int, world: int) -> list[tuple[int, int]]:
+    """What `fully_shard` gives each rank of `rows` rows."""
+    chunk = -(-rows // world)
+    return [(min(r * chunk, rows), min((r + 1) * chunk, rows)) for r in range(world)]
+
+
+def check_local(
+    rank: int, world: int, shapes: dict[str, tuple[int, ...]], algorithm: str, seed: int, wire: str
+) -> float:
+    """Local selection against the reference that is told what each rank holds."""
+    tensors = whole_tensors(shapes, seed)
+    gradients = [whole_tensors(shapes, seed + 1 + n) for n in range(4)]
+    hyper = {"lr": 0.1, "weight_decay": 0.2}
+    parameters = by_fully_shard(tensors, (world,))
+    train(
+        parameters, gradients, algorithm,
+        orthogonalizer="svd", wire_dtype=torch.float32, selection="local", wire=wire, **hyper,
+    )  # fmt: skip
+    held = {name: row_ranges(shape[0], world) for name, shape in shapes.items()}
+    whole = {
+        name: sum(stop > start for start, stop in ranges) == 1 for name, ranges in held.items()
+    }
+    shards = {name: None if whole[name] else ranges for name, ranges in held.items()}
+    right = expected(tensors, gradients, algorithm, shards=shards, **hyper)
+    found = {name: gather(parameter) for name, parameter in parameters.items()}
+    return max(relative_error(found[name], right[name]) for name in shapes)
+
+
+@pytest.mark.parametrize("algorithm", ["dion2", "dion3"])
+@pytest.mark.parametrize(
+    ("world", "shapes"),
+    [
+        (2, {"w": (12, 7), "v": (7, 12)}),
+        (4, {"w": (18, 7), "v": (5, 9), "u": (3, 9), "one": (1, 6)}),
+        (8, {"w": (18, 24), "v": (18, 24)}),
+    ],
+)
+def test_local_selection_is_of_each_shards_own_rows(
+    pool: Any, world: int, shapes: dict[str, tuple[int, ...]], algorithm: str
+) -> None:
+    seed = torch.seed() % 2**31
+    for wire in ("auto", "dense", "exact"):
+        errors = pool.run(check_local, shapes, algorithm, seed, wire, world=world)
         assert max(errors) < 1e-5, (wire, seed, errors)

@@ -24,15 +24,16 @@ def adamw_(
     weight_decay: Scalar,
     betas: tuple[float, float],
     eps: float,
+    cautious: bool = False,
 ) -> None:
     """One step in place, by torch's fused kernel where the dtypes allow it."""
     if not params:
         return
-    if torch.compiler.is_compiling():  # the fused kernels cannot be traced
+    if cautious or torch.compiler.is_compiling():  # the fused kernels cannot be traced
         old = (list(params), list(exp_avgs), list(exp_avg_sqs), list(steps))
         new = adamw_step(
             params, grads, exp_avgs, exp_avg_sqs, steps,
-            lr=lr, weight_decay=weight_decay, betas=betas, eps=eps,
+            lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, cautious=cautious,
         )  # fmt: skip
         for before, after in zip(old, new, strict=True):
             torch._foreach_copy_(before, after)
@@ -57,14 +58,24 @@ def adamw_step(
     weight_decay: Scalar,
     betas: tuple[float, float],
     eps: float,
+    cautious: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """The same without writing the arguments: new params, averages, squares and steps."""
-    new = [torch.mul(p, 1 - lr * weight_decay) for p in params]
+    """The same without writing the arguments: new params, averages, squares and steps.
+
+    With `cautious`, decay only where the step and the parameter agree in sign
+    (arXiv 2510.12402).
+    """
+    new = [p.clone() if cautious else torch.mul(p, 1 - lr * weight_decay) for p in params]
     averages = [m.clone() for m in exp_avgs]
     squares = [v.clone() for v in exp_avg_sqs]
     counts = [step.clone() for step in steps]
     if new:
         _call(new, grads, averages, squares, counts, lr, 0.0, betas, eps, differentiable=True)
+    if cautious:
+        new = [
+            moved - lr * weight_decay * torch.where((p - moved) * p > 0, p, 0)
+            for p, moved in zip(params, new, strict=True)
+        ]
     return new, averages, squares, counts
 
 
@@ -82,7 +93,9 @@ def _call(
     fused: bool = False,
     differentiable: bool = False,
 ) -> None:
-    cast = [g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)]
+    cast = [
+        g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)
+    ]
     torch_adamw(
         list(params), cast, list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         foreach=False, capturable=False, differentiable=differentiable, fused=fused,

@@ -50,8 +50,7 @@ class Dion2Rule(MatrixRule):
         """Shards that are cut along one dim select by themselves, if asked to."""
         if cut is None or self.selection == "global":
             return self
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return LocalDion2Rule(**fields, dim=-2 if cut == "row" else -1)
+        return LocalDion2Rule(**fields_of(self), dim=-2 if cut == "row" else -1)
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
@@ -85,9 +84,7 @@ class Dion2Rule(MatrixRule):
         frames: Sequence[Frame],
     ) -> tuple[list[Tensor], State]:
         """Step, and decay the momentum of the slices that were selected."""
-        masks = [
-            spread_side(side[0], frame, 0) for side, frame in zip(sides, frames, strict=True)
-        ]
+        masks = [spread_side(side[0], frame, 0) for side, frame in zip(sides, frames, strict=True)]
         state = {"momentum_buffer": decay_selected(emission.carry, masks, hyper, frames)}
         return self.descend(params, results, hyper, frames), state
 
@@ -141,6 +138,11 @@ class LocalDion2Rule(Dion2Rule):
             masks.append(slice_mask(index, extent).unsqueeze(-1 if self.dim == -2 else -2))
         state = {"momentum_buffer": decay_selected(momenta, masks, hyper, frames)}
         return self.descend(params, directions, hyper, frames), state
+
+
+def fields_of(rule: MatrixRule) -> dict[str, Any]:
+    """A rule's options, to make its local kin with."""
+    return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
 def decay_selected(

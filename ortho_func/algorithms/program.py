@@ -25,10 +25,14 @@ __all__ = ["Program", "Sink", "bind", "matrix_step", "plan_for"]
 class Sink(Protocol):
     """Where a step's results go, a few entries at a time."""
 
-    def put_state(self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]) -> None:
+    def put_state(
+        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
+    ) -> None:
         """New state of these entries' parameters."""
 
-    def put_updates(self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]) -> None:
+    def put_updates(
+        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
+    ) -> None:
         """What to add to these entries' parameters."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ortho_func.optim.shell import OrthogonalOptimizer
 from ortho_func.plan import DEFAULT_BUCKET_BYTES, Wire
 
-__all__ = ["Dion2", "Muon", "NorMuon"]
+__all__ = ["Dion2", "Dion3", "Muon", "NorMuon"]
 
 Orthogonalize = str | Callable[[Tensor], Tensor]
 
@@ -43,9 +43,9 @@ class Muon(OrthogonalOptimizer):
 
     Args:
         params: parameters or groups, as in ``torch.optim``. DTensors bring their mesh. A group
-            may set every option below, and ``algorithm`` ("muon", "normuon", "dion2",
-            "adamw"), ``flatten``, ``split_sizes`` and ``num_heads``; "adamw" groups take
-            ``betas`` and ``adam_eps``.
+            may set every option below but those from process_group on, and ``algorithm`` ("muon", "normuon", "dion2",
+            "dion3", and for what is no matrix "adamw" or "lion", which take ``betas`` and
+            ``adam_eps``).
         lr: learning rate, a number or a 0-d tensor.
         weight_decay: λ, decoupled.
         momentum: μ.
@@ -209,4 +209,46 @@ class Dion2(OrthogonalOptimizer):
         super().__init__(
             params, "dion2", lr=lr, weight_decay=weight_decay, fraction=fraction,
             selection=selection, **options,
+        )  # fmt: skip
+
+
+class Dion3(OrthogonalOptimizer):
+    """Dion3 (NorDion2): Dion2 with the selected rows normalized as in NorMuon.
+
+    M ← M + G;  K = the ⌈αR⌉ rows with largest L1 norm;  O = orth(M_K);
+    V_K ← β₂V_K + (1 − β₂)mean_C(O²);  Ô = O/(√V_K + ε), of O's norm;
+    X ← (1 − lr·λ)X − lr·s·Ô on K;  M_K ← μM_K
+
+    Args:
+        params: as in `Muon`.
+        lr: as in `Muon`.
+        weight_decay: as in `Muon`.
+        fraction: as in `Dion2`; rows are selected whatever the shape.
+        selection: as in `Dion2`.
+        beta2: as in `NorMuon`.
+        options: everything else that `Muon` takes; nesterov has no meaning here.
+
+    Source: arXiv 2512.16928 and arXiv 2510.05491.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = Dion3(layer.parameters(), lr=0.02, fraction=0.5)
+        >>> sorted(opt.state[layer.weight])
+        ['momentum_buffer', 'row_variance']
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        fraction: float = 0.25,
+        selection: str = "local",
+        beta2: float | Tensor = 0.95,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(
+            params, "dion3", lr=lr, weight_decay=weight_decay, fraction=fraction,
+            selection=selection, beta2=beta2, **options,
         )  # fmt: skip

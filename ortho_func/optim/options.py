@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.dion2 import Dion2Rule
+from ortho_func.algorithms.dion3 import Dion3Rule
+from ortho_func.algorithms.elementwise import AdamWRule, ElementRule, LionRule
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule
@@ -17,14 +19,25 @@ from ortho_func.geometry import Reading
 from ortho_func.primitives.orthogonalize import flops, get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
 
-__all__ = ["ALGORITHMS", "DEFAULTS", "check_group", "cost_of", "reading_of", "rule_of", "static_key"]
+__all__ = [
+    "ALGORITHMS",
+    "DEFAULTS",
+    "check_group",
+    "cost_of",
+    "reading_of",
+    "rule_of",
+    "static_key",
+]
 
 MATRIX_ALGORITHMS: dict[str, type[MatrixRule]] = {
     "muon": MuonRule,
     "normuon": NorMuonRule,
     "dion2": Dion2Rule,
+    "dion3": Dion3Rule,
 }
-ALGORITHMS = (*MATRIX_ALGORITHMS, "adamw")
+ELEMENT_ALGORITHMS: dict[str, type[ElementRule]] = {"adamw": AdamWRule, "lion": LionRule}
+ALGORITHMS = (*MATRIX_ALGORITHMS, *ELEMENT_ALGORITHMS)
+
 
 # What a group says if neither it nor the optimizer says otherwise: every group has every option,
 # so that it may name any algorithm.
@@ -41,6 +54,8 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": None,
     "eps": 1e-7,
     "cautious": False,
+    "betas": (0.9, 0.95),
+    "adam_eps": 1e-8,
     "flatten": None,
     "split_sizes": None,
     "num_heads": None,
@@ -55,6 +70,7 @@ _RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "momentum": (0.0, True, 1.0, False),
     "beta2": (0.0, True, 1.0, False),
     "eps": (0.0, True, math.inf, False),
+    "adam_eps": (0.0, True, math.inf, False),
     "fraction": (0.0, False, 1.0, True),
 }
 _TENSORS = ("lr", "weight_decay", "momentum", "beta2")
@@ -73,10 +89,9 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
     for name in _FLAGS:
         if not isinstance(group.get(name, False), bool):
             raise TypeError(f"{name} must be True or False, got {group[name]!r}.")
-    betas = group.get("betas", (0.9, 0.95))
-    if len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, got {betas!r}.")
-    for beta in betas:
+    if not isinstance(group["betas"], (tuple, list)) or len(group["betas"]) != 2:
+        raise ValueError(f"betas must be two numbers, got {group['betas']!r}.")
+    for beta in group["betas"]:
         _check_number("betas", beta, _RANGES["beta2"])
     if algorithm in MATRIX_ALGORITHMS:
         _check_matrix_options(group)
@@ -112,7 +127,7 @@ def _check_matrix_options(group: Mapping[str, Any]) -> None:
         if group[name] not in _DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ValueError(f"{name} must be one of {allowed}, got {group[name]!r}.")
-    if group["algorithm"] == "dion2" and group["selection"] not in ("local", "global"):
+    if group["algorithm"] in ("dion2", "dion3") and group["selection"] not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {group['selection']!r}.")
     get_orthogonalizer(
         group["orthogonalizer"], steps=group["ns_steps"], compute_dtype=group["compute_dtype"]
@@ -122,7 +137,9 @@ def _check_matrix_options(group: Mapping[str, Any]) -> None:
 def _check_parameter(name: str, parameter: Tensor) -> None:
     what = f"{name} of shape {tuple(parameter.shape)}"
     if not parameter.dtype.is_floating_point:
-        raise ValueError(f"{what} has dtype {parameter.dtype}: only real floating parameters train.")
+        raise ValueError(
+            f"{what} has dtype {parameter.dtype}: only real floating parameters train."
+        )
     if parameter.layout != torch.strided:
         raise ValueError(f"{what} is sparse: sparse parameters are not supported.")
     if parameter.is_meta:
@@ -145,12 +162,19 @@ def rule_of(group: Mapping[str, Any]) -> MatrixRule:
     return kind(**wanted)
 
 
+def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
+    """The rule of a group that holds no matrices."""
+    kind = ELEMENT_ALGORITHMS[group["algorithm"]]
+    first, second = group["betas"]
+    return kind((float(first), float(second)), float(group["adam_eps"]), group["cautious"])
+
+
 def cost_of(group: Mapping[str, Any]) -> Callable[[int, int], float]:
     """What one matrix costs by the group's orthogonalizer; a callable counts as the default."""
     method, steps = group["orthogonalizer"], group["ns_steps"]
     if not isinstance(method, str):
         method, steps = "auto", None
-    share = group["fraction"] if group["algorithm"] == "dion2" else 1.0
+    share = group["fraction"] if group["algorithm"] in ("dion2", "dion3") else 1.0
 
     def cost(rows: int, cols: int) -> float:
         return share * flops(rows, cols, method=method, steps=steps)
@@ -169,7 +193,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     names = (
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
         "wire_dtype", "compute_dtype", "flatten", "split_sizes", "num_heads", "fraction",
-        "selection", "betas",
+        "selection", "betas", "adam_eps",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)

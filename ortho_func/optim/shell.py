@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ortho_func.algorithms.adamw import adamw_, adamw_step
+from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
 from ortho_func.geometry import (
     aligned,
@@ -25,8 +25,10 @@ from ortho_func.geometry import (
 from ortho_func.optim.agreement import check_agreement
 from ortho_func.optim.options import (
     DEFAULTS,
+    ELEMENT_ALGORITHMS,
     check_group,
     cost_of,
+    element_rule_of,
     reading_of,
     rule_of,
     static_key,
@@ -44,21 +46,24 @@ _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
 class _InPlace:
     """Writes results where they belong."""
 
-    def put_state(self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]) -> None:
+    def put_state(
+        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
+    ) -> None:
         torch._foreach_copy_(old, new)
 
-    def put_updates(self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]) -> None:
+    def put_updates(
+        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
+    ) -> None:
         torch._foreach_add_(params, updates)
 
 
 @dataclass(frozen=True, eq=False)
 class _Elementwise:
-    """An AdamW group: its number, its parameters, and what is built into the step."""
+    """A group without matrices: its number, its parameters, and its rule."""
 
     group: int
     params: list[Tensor]
-    betas: tuple[float, float]
-    eps: float
+    rule: ElementRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +95,11 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         unknown = set(given) - set(DEFAULTS)
         if unknown:
             raise TypeError(f"unknown options: {', '.join(sorted(unknown))}.")
-        self._settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "wire": wire, "compile": compile}
+        self._settings: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes,
+            "wire": wire,
+            "compile": compile,
+        }
         self._process_group = process_group
         self._built: _Built | None = None
         self._ready = False
@@ -104,8 +113,6 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """Add a group; the step is planned again, so all ranks must do it alike."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["algorithm"] == "adamw":
-            group.setdefault("betas", (0.9, 0.95))
         try:
             check_group(group, self._names(len(self.param_groups) - 1))
             if self._ready:
@@ -131,10 +138,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         elementwise: list[_Elementwise] = []
         chosen: list[int] = []
         for number, group in enumerate(self.param_groups):
-            if group["algorithm"] == "adamw":
-                elementwise.append(
-                    _Elementwise(number, group["params"], tuple(group["betas"]), _adam_eps(group))
-                )
+            if group["algorithm"] in ELEMENT_ALGORITHMS:
+                elementwise.append(_Elementwise(number, group["params"], element_rule_of(group)))
                 continue
             chosen.append(number)
             reading = reading_of(group)
@@ -184,11 +189,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                     self.state[p][name] = _zeros(p, kind, bool(reading.flatten))
         for group in elementwise:
             for p in group.params:
-                state = self.state[p]
-                if "step" not in state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=local(p).device)
-                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                    state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                for name, kind in group.rule.state.items():
+                    if name not in self.state[p]:
+                        self.state[p][name] = _zeros(p, kind, flatten=False)
 
     @property
     def plan(self) -> Plan | None:
@@ -228,8 +231,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _hypers(self) -> list[dict[str, Any]]:
         return [
-            {name: group[name] for name in _SCALARS if name in group}
-            for group in self.param_groups
+            {name: group[name] for name in _SCALARS if name in group} for group in self.param_groups
         ]
 
     def _local_state(self, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -243,19 +245,12 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
         def elementwise() -> None:
             for group in built.elementwise:
-                hyper = hypers[group.group]
                 params = [p for p in group.params if p.grad is not None]
-                state = self._local_state(params)
-                adamw_(
+                group.rule.step_(
                     [local(p) for p in params],
                     [_gradient(p) for p in params],
-                    [s["exp_avg"] for s in state],
-                    [s["exp_avg_sq"] for s in state],
-                    [s["step"] for s in state],
-                    lr=hyper["lr"],
-                    weight_decay=hyper["weight_decay"],
-                    betas=group.betas,
-                    eps=group.eps,
+                    self._local_state(params),
+                    hypers[group.group],
                 )
 
         if built.program is None:
@@ -360,11 +355,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             self._build()
 
 
-def _adam_eps(group: dict[str, Any]) -> float:
-    return float(group.get("adam_eps", 1e-8))
-
-
 def _zeros(parameter: Tensor, kind: str, flatten: bool) -> Tensor:
+    if kind == "scalar":
+        return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
     if kind == "param":
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
     shard = local(parameter)
@@ -426,8 +419,8 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             first = 0
             for group in groups:
                 last = first + len(group.params)
-                _masked_adamw_(
-                    group, others[first:last], other_grads[first:last], other_state[first:last],
+                group.rule.masked_step_(
+                    others[first:last], other_grads[first:last], other_state[first:last],
                     hypers[group.group], present[count + first : count + last],
                 )  # fmt: skip
                 first = last
@@ -442,28 +435,3 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
 
     options = dict(how) if isinstance(how, dict) else {}
     return torch.compile(whole_step, fullgraph=True, dynamic=False, **options)
-
-
-def _masked_adamw_(
-    group: _Elementwise,
-    params: list[Tensor],
-    grads: list[Tensor],
-    state: list[dict[str, Tensor]],
-    hyper: dict[str, Any],
-    present: Tensor,
-) -> None:
-    if not params:
-        return
-    old = [
-        params,
-        [s["exp_avg"] for s in state],
-        [s["exp_avg_sq"] for s in state],
-        [s["step"] for s in state],
-    ]
-    new = adamw_step(
-        old[0], grads, old[1], old[2], old[3],
-        lr=hyper["lr"], weight_decay=hyper["weight_decay"], betas=group.betas, eps=group.eps,
-    )  # fmt: skip
-    for before, after in zip(old, new, strict=True):
-        kept = [torch.where(present[n], b, a) for n, (a, b) in enumerate(zip(before, after, strict=True))]
-        torch._foreach_copy_(before, kept)

@@ -14,9 +14,7 @@ Scalar = float | Tensor
 
 def cast_like(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Each tensor in the dtype of its counterpart."""
-    return [
-        x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(tensors, like, strict=True)
-    ]
+    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(tensors, like, strict=True)]
 
 
 def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
