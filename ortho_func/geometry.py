@@ -26,7 +26,6 @@ try:  # torch can be built without distributed; plain tensors then still work
     import torch.distributed as dist
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
     HAS_DISTRIBUTED = dist.is_available()
@@ -41,14 +40,16 @@ __all__ = [
     "Piece",
     "Reading",
     "aligned",
-    "domain_group",
+    "find_group",
     "layout_of",
     "like",
     "local",
     "local_shape",
+    "make_group",
     "matrices",
     "mesh_layout",
     "on_mesh",
+    "ranks_of",
     "replicated_layout",
 ]
 
@@ -61,17 +62,22 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements in the box."""
         return math.prod(self.size)
 
 
 class Domain(NamedTuple):
-    """The ranks over which the pieces of a set of parameters lie, in the order of their group."""
+    """The ranks over which the pieces of a set of parameters lie, in the order of their group.
+
+    That order is ascending for a mesh, whatever the order of its axes.
+    """
 
     ranks: tuple[int, ...]  # global ranks
     mesh: tuple[int, ...]  # shape of the mesh whose row-major order `ranks` is
 
     @property
     def size(self) -> int:
+        """How many ranks there are."""
         return len(self.ranks)
 
 
@@ -166,6 +172,7 @@ class Piece(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements in the piece."""
         return self.rows * self.cols
 
 
@@ -265,18 +272,71 @@ def _pieces(
 def mesh_layout(
     shape: tuple[int, ...], ranks: tuple[int, ...], mesh: tuple[int, ...], placements: Any
 ) -> Layout:
-    """The layout of a DTensor: DTensor's own layout function at every coordinate of the mesh."""
+    """The layout of a DTensor on a mesh of these ranks, row-major.
+
+    Where two axes cut one dim, `_StridedShard` says that the left one cut last, as ``fully_shard``
+    does with what tensor parallelism left. (DTensor's own layout function cuts from left to
+    right even then, and for some uneven sizes gives other shards than the tensors have.)
+
+    Raises `ValueError` on split factors that are no order of the mesh's axes.
+    """
+    orders = _cut_orders(mesh, placements)
     boxes, replicas = [], []
     for flat in range(len(ranks)):
         coordinate = _unravel(flat, mesh)
-        size, start = _compute_local_shape_and_global_offset(shape, mesh, coordinate, placements)
-        boxes.append(Box(tuple(map(int, start)), tuple(map(int, size))))
+        boxes.append(_box(shape, mesh, coordinate, orders))
         replica = 0
         for extent, at, placement in zip(mesh, coordinate, placements, strict=True):
             if placement.is_replicate():
                 replica = replica * extent + at
         replicas.append(replica)
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    if order != list(range(len(ranks))):  # process groups know no other order than this
+        ranks, mesh = tuple(sorted(ranks)), (len(ranks),)
+        boxes, replicas = [boxes[i] for i in order], [replicas[i] for i in order]
     return Layout(shape, Domain(ranks, mesh), tuple(boxes), tuple(replicas))
+
+
+def _cut_orders(mesh: tuple[int, ...], placements: Sequence[Any]) -> dict[int, list[int]]:
+    """By tensor dim, the mesh axes that cut it, in the order of the cuts.
+
+    A split factor is the number of parts into which axes further right had cut before.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis, placement in reversed(list(enumerate(placements))):
+        if placement.is_replicate():
+            continue
+        order = orders.setdefault(placement.dim, [])
+        parts, place = 1, 0
+        while parts < getattr(placement, "split_factor", 1) and place < len(order):
+            parts, place = parts * mesh[order[place]], place + 1
+        if parts != getattr(placement, "split_factor", 1):
+            raise ValueError(
+                f"placements {tuple(placements)} on a mesh of shape {mesh} are no order of "
+                "cutting: a split factor must be the size of axes to its right that cut the "
+                "same dim."
+            )
+        order.insert(place, axis)
+    return orders
+
+
+def _box(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinate: Sequence[int],
+    orders: dict[int, list[int]],
+) -> Box:
+    """What the rank at a coordinate holds: of each dim a chunk of a chunk, as ``torch.chunk``."""
+    start, size = [0] * len(shape), list(shape)
+    for dim, axes in orders.items():
+        for axis in axes:
+            chunk = -(-size[dim] // mesh[axis])
+            first = min(size[dim], chunk * coordinate[axis])
+            start[dim] += first
+            size[dim] = min(size[dim] - first, chunk)
+        if size[dim] == 0:
+            start[dim] = shape[dim]
+    return Box(tuple(start), tuple(size))
 
 
 def replicated_layout(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
@@ -298,36 +358,36 @@ def layout_of(
         if process_group is None:
             return replicated_layout(shape, (0,))
         return replicated_layout(shape, tuple(dist.get_process_group_ranks(process_group)))
-    mesh = tensor.device_mesh
-    for placement in tensor.placements:
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    for placement in placements:
         if not isinstance(placement, (Replicate, Shard, _StridedShard)):
             raise ValueError(
                 f"{name} has placement {placement}: a parameter can be Shard or Replicate. "
                 "Redistribute it before building the optimizer."
             )
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    layout = mesh_layout(shape, ranks, tuple(mesh.mesh.shape), tuple(tensor.placements))
-    _check_rectangles(layout, tuple(tensor.placements), name)
+    try:
+        layout = mesh_layout(shape, ranks, tuple(mesh.mesh.shape), placements)
+    except ValueError as error:
+        raise ValueError(f"{name} of shape {shape}: {error}") from None
+    _check_shard(tensor, layout, name)
     return layout
 
 
-def _check_rectangles(layout: Layout, placements: tuple[Any, ...], name: str) -> None:
-    """Interleaved shards must be rectangles: their ranges partition every sharded dim."""
-    if not any(isinstance(placement, _StridedShard) for placement in placements):
+def _check_shard(tensor: DTensor, layout: Layout, name: str) -> None:
+    """What is here must be what the layout says, or the ranks would exchange other sizes."""
+    rank = dist.get_rank()
+    if rank not in layout.domain.ranks:
         return
-    boxes = [b for b, r in zip(layout.boxes, layout.replicas, strict=True) if r == 0 and b.numel]
-    for dim, extent in enumerate(layout.shape):
-        at = 0
-        for start, size in sorted({(box.start[dim], box.size[dim]) for box in boxes}):
-            if start != at:
-                break
-            at += size
-        if at != extent:
-            raise ValueError(
-                f"{name} of shape {layout.shape} with placements {placements} on a mesh of shape "
-                f"{layout.domain.mesh}: the shards are no rectangles of it. Choose sizes that "
-                "divide evenly, or shard different dims on different mesh axes."
-            )
+    planned = layout.boxes[layout.domain.ranks.index(rank)].size
+    if planned != local_shape(tensor):
+        raise ValueError(
+            f"{name} of shape {layout.shape} with placements {tuple(tensor.placements)} on a mesh "
+            f"of shape {tuple(tensor.device_mesh.mesh.shape)} has a shard of shape "
+            f"{local_shape(tensor)} on rank {rank}, where its placements say {planned}. Place it "
+            "with fully_shard, parallelize_module or distribute_tensor, in sizes that divide "
+            "evenly."
+        )
 
 
 def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
@@ -338,17 +398,51 @@ def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
     return coordinate[::-1]
 
 
-def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The process group over which this parameter's pieces travel (None for one rank)."""
+def ranks_of(tensor: Tensor, process_group: ProcessGroup | None = None) -> tuple[int, ...]:
+    """The ranks over which a parameter lies, in the order of their group; alone, none."""
+    if HAS_DISTRIBUTED and isinstance(tensor, DTensor):
+        return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
+    return () if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+
+
+def find_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """A process group that there is already over exactly the ranks of `ranks_of`."""
     if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
         return process_group
-    mesh = tensor.device_mesh
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks == list(range(dist.get_world_size())):
+    mesh, ranks = tensor.device_mesh, ranks_of(tensor)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == len(ranks):
+            return mesh.get_group(axis)
+    if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-    return mesh._flatten().get_group()
+    for flat in getattr(mesh._get_root_mesh(), "_flatten_mapping", {}).values():
+        if tuple(sorted(flat.mesh.flatten().tolist())) == ranks:
+            return flat.get_group()
+    return None
+
+
+def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """The process group over which this parameter's pieces travel (None for one rank)."""
+    found = find_group(tensor, process_group)
+    return make_group(tensor) if found is None and on_mesh(tensor) else found
+
+
+def make_group(tensor: Tensor) -> ProcessGroup:
+    """The process group over a DTensor's whole mesh: every rank of the mesh must call this.
+
+    Only they: ranks elsewhere, such as other pipeline stages, know nothing of it. A second call
+    returns the same group.
+    """
+    assert isinstance(tensor, DTensor)
+    mesh = tensor.device_mesh
+    if dist.group.WORLD.bound_device_id is not None:  # splits a communicator: all must take part
+        return mesh._flatten().get_group()
+    return dist.distributed_c10d._new_group_with_tag(
+        list(ranks_of(tensor)),
+        backend=dist.get_backend(mesh.get_group(0)),
+        pg_tag="ortho_func",
+        use_local_synchronization=True,
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

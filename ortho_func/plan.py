@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,11 +24,14 @@ from ortho_func.geometry import (
     MatrixGeometry,
     Piece,
     Reading,
+    domain_group,
     layout_of,
+    local,
     matrices,
 )
+from ortho_func.trees import Readings, named_leaves, readings_of
 
-__all__ = ["Bucket", "Grid", "Matrix", "ParamSpec", "Plan", "Slab", "Travel", "plan"]
+__all__ = ["Bucket", "Grid", "Matrix", "ParamSpec", "Place", "Plan", "Slab", "Travel", "plan"]
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 # Padding may cost this share of a bucket's bytes before exact splits are chosen instead.
@@ -65,7 +69,7 @@ class ParamSpec:
 
     name: str
     layout: Layout
-    reading: Reading = Reading()
+    reading: Reading = field(default_factory=Reading)
     group: int = 0
     dtype: torch.dtype = torch.float32
 
@@ -74,7 +78,7 @@ class Matrix(NamedTuple):
     """A matrix to orthogonalize: the `index`-th of its parameter in natural order."""
 
     param: int
-    index: int
+    index: int  # type: ignore[assignment]  # not tuple.index
     geometry: MatrixGeometry  # as it travels: with a fraction, only the selected slices
     owner: int  # rank within the domain
 
@@ -138,6 +142,13 @@ class Bucket:
         return not (self.gathers or self.returns)
 
 
+class Place(NamedTuple):
+    """Where this process holds a parameter: its device, and the group over which it travels."""
+
+    device: torch.device
+    group: str | None  # the process group's name; None: nothing travels
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything static about a step, the same on every rank.
@@ -151,6 +162,7 @@ class Plan:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     wire: Wire = "auto"
     buckets: tuple[Bucket, ...] = field(compare=False, repr=False, default=())
+    places: tuple[Place, ...] = field(compare=False, repr=False, default=())  # by parameter
 
     def describe(self) -> str:
         """A summary in words: matrices, owners, bytes on the wire, balance."""
@@ -190,13 +202,14 @@ class Plan:
     def with_travel(self, **changes: Any) -> Plan:
         """The same parameters planned again with other facts about what travels."""
         groups = tuple(replace(travel, **changes) for travel in self.groups)
-        return build_plan(self.params, groups, bucket_bytes=self.bucket_bytes, wire=self.wire)
+        made = build_plan(self.params, groups, bucket_bytes=self.bucket_bytes, wire=self.wire)
+        return replace(made, places=self.places)
 
 
 def plan(
     params: Any,
     *,
-    readings: dict[str, Reading] | None = None,
+    readings: Readings | None = None,
     process_group: Any = None,
     wire_dtype: torch.dtype = torch.bfloat16,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -207,8 +220,9 @@ def plan(
     Args:
         params: any pytree of tensors, such as ``dict(model.named_parameters())``. DTensors bring
             their mesh; plain tensors are replicated over `process_group`, or alone without it.
-        readings: by name (the pytree path), how a parameter is read as matrices; needed for
-            those of three or more dims.
+        readings: how a parameter is read as matrices, by its name (the keys on its way, joined
+            by dots) or a pattern with ``*``, or a function of name and tensor; needed for those
+            of three or more dims.
         process_group: the group over which plain tensors are replicated (DDP).
         wire_dtype: the dtype in which matrices and results travel.
         bucket_bytes: bound on what one rank has in flight in one exchange.
@@ -225,15 +239,18 @@ def plan(
         >>> [slab.rows for bucket in made.buckets for slab in bucket.slabs]
         [4, 8]
     """
-    leaves, _ = torch.utils._pytree.tree_flatten_with_path(params)
-    specs = []
-    for path, leaf in leaves:
-        name = torch.utils._pytree.keystr(path).strip("[]'\".") or "parameter"
-        reading = (readings or {}).get(name, Reading())
+    names, leaves, _ = named_leaves(params)
+    specs, places = [], []
+    for name, leaf, reading in zip(
+        names, leaves, readings_of(names, leaves, readings), strict=True
+    ):
         layout = layout_of(leaf, process_group=process_group, name=name)
         specs.append(ParamSpec(name, layout, reading, 0, leaf.dtype))
+        group = domain_group(leaf, process_group)
+        places.append(Place(local(leaf).device, None if group is None else group.group_name))
     travel = Travel(wire_dtype=wire_dtype)
-    return build_plan(tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire)
+    made = build_plan(tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire)
+    return replace(made, places=tuple(places))
 
 
 def build_plan(
@@ -329,9 +346,7 @@ def travelling(layout: Layout, reading: Reading, travel: Travel) -> tuple[Matrix
     )
 
 
-def _selected(
-    geometry: MatrixGeometry, shards: int, fraction: float, cut: str
-) -> MatrixGeometry:
+def _selected(geometry: MatrixGeometry, shards: int, fraction: float, cut: str) -> MatrixGeometry:
     extent = geometry.rows if cut == "row" else geometry.cols
     place: dict[int, tuple[int, int]] = {}  # start of a shard's slices -> start, count selected
     at = 0
@@ -361,9 +376,7 @@ def _home(geometry: MatrixGeometry, world: int) -> int | None:
     return geometry.pieces[0].rank
 
 
-def assign_owners(
-    costs: Sequence[float], homes: Sequence[int | None], world: int
-) -> list[int]:
+def assign_owners(costs: Sequence[float], homes: Sequence[int | None], world: int) -> list[int]:
     """Longest processing time first over all matrices; ties by order, then by rank.
 
     A matrix that is whole on one rank already stays there, unless that would leave the busiest
@@ -378,9 +391,7 @@ def assign_owners(
     return free
 
 
-def _longest_first(
-    costs: Sequence[float], homes: Sequence[int | None], world: int
-) -> list[int]:
+def _longest_first(costs: Sequence[float], homes: Sequence[int | None], world: int) -> list[int]:
     owners = [0] * len(costs)
     loads = [0.0] * world
     for number, home in enumerate(homes):
@@ -459,12 +470,16 @@ def _atoms(
     if stacks > 1 and size > bucket_bytes * world:
         parts = min(stacks, -(-size // (bucket_bytes * world)))
         edges = [stacks * part // parts for part in range(parts + 1)]
-        ranges = list(zip(edges, edges[1:], strict=False))
+        ranges = list(pairwise(edges))
     for first, last in ranges:
         inside = tuple(m for m in members if first <= place_in_shard(spec, m) < last)
         travels = [_moves(spec.layout, m, bool(travel.sides)) for m in inside]
         stays = not any(gathers or returns for gathers, returns in travels)
-        stream = (_carrier(spec, travel, stays), any(t[0] for t in travels), any(t[1] for t in travels))
+        stream = (
+            _carrier(spec, travel, stays),
+            any(t[0] for t in travels),
+            any(t[1] for t in travels),
+        )
         cost = max(cost_of[m.param, m.index] for m in inside)
         yield _Atom(Item(number, first, last, len(ranges) == 1), inside, stream, cost)
 
@@ -495,14 +510,18 @@ def _moves(layout: Layout, matrix: Matrix, sided: bool) -> tuple[bool, bool]:
 
 
 def _fill(atoms: Iterable[_Atom], itemsize: int, cap: int) -> Iterable[list[_Atom]]:
-    """Cut a sequence of atoms so that no owner receives more than `cap` bytes at once."""
+    """Cut a sequence of atoms so that no owner receives more than `cap` bytes at once.
+
+    An owner's first atom counts as fitting: it cannot be cut, and matrices larger than the cap
+    still share a bucket with those of other owners, which work on them at the same time.
+    """
     chunk: list[_Atom] = []
     received: dict[int, int] = defaultdict(int)
     for atom in atoms:
         adds: dict[int, int] = defaultdict(int)
         for matrix in atom.members:
             adds[matrix.owner] += matrix.geometry.rows * matrix.geometry.cols * itemsize
-        if chunk and any(received[owner] + size > cap for owner, size in adds.items()):
+        if any(received[owner] and received[owner] + size > cap for owner, size in adds.items()):
             yield chunk
             chunk, received = [], defaultdict(int)
         chunk.append(atom)
@@ -611,7 +630,7 @@ def grid_of(geometry: MatrixGeometry, sources: Sequence[int]) -> Grid | None:
     count = len(sources)
     for row_parts in [count, *(n for n in range(1, count) if count % n == 0)]:
         for order in ("ij", "ji"):
-            grid = Grid(row_parts, count // row_parts, order, rows, cols)  # type: ignore[arg-type]
+            grid = Grid(row_parts, count // row_parts, order, rows, cols)
             if all(_fits(geometry, grid, k, piece) for k, piece in enumerate(cells)):
                 return grid
     return None

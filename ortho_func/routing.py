@@ -37,6 +37,7 @@ class Lane(NamedTuple):
 
     @property
     def main(self) -> bool:
+        """Whether it holds the matrices themselves."""
         return self.side == MATRICES
 
 
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
     group: int
     rows: int
     cols: int
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple.count
     grid: Grid | None
     sides: tuple[str, ...]  # "row" or "col"
 
@@ -155,7 +156,9 @@ class _Router:
         ]
         self.lanes = [Lane(number) for number in range(len(bucket.slabs))]
         self.lanes += [
-            Lane(number, side) for number, kinds in enumerate(self.kinds) for side in range(len(kinds))
+            Lane(number, side)
+            for number, kinds in enumerate(self.kinds)
+            for side in range(len(kinds))
         ]
         self.owned = [self._by_owner(slab) for slab in bucket.slabs]
         self.held = self._pieces_by_rank()

@@ -231,9 +231,7 @@ def _split_side(batch: Batch, kind: str, side_nx: Tensor, dtype: torch.dtype) ->
     return coded if across == 1 else repeat(coded, pattern, i=across)
 
 
-def unload(
-    route: Route, home: Tensor, *, dtype: torch.dtype
-) -> list[tuple[Tensor, list[Tensor]]]:
+def unload(route: Route, home: Tensor, *, dtype: torch.dtype) -> list[tuple[Tensor, list[Tensor]]]:
     """What came home, by entry: [stack, rows, cols] in `dtype`; sides [stack, values] in fp32."""
     if route.unpack_order is not None:
         return _unload_in_order(route, home, dtype)

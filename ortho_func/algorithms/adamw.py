@@ -86,7 +86,7 @@ def _call(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     lr: Scalar,
-    weight_decay: Scalar,
+    weight_decay: float,
     betas: tuple[float, float],
     eps: float,
     *,

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from ortho_func.primitives import foreach
 from ortho_func.primitives.momentum import Scalar, ema
 from ortho_func.primitives.scaling import step_updates
 
@@ -31,9 +31,11 @@ def lion_step(
     """What to add to the parameters, fp32 at least, and the new momenta.
 
     Example:
+        >>> import torch
         >>> zero = torch.zeros(2)
         >>> updates, momenta = lion_step(
-        ...     [zero], [torch.tensor([3.0, -0.1])], [zero], lr=0.1, weight_decay=0.0, betas=(0.9, 0.99)
+        ...     [zero], [torch.tensor([3.0, -0.1])], [zero],
+        ...     lr=0.1, weight_decay=0.0, betas=(0.9, 0.99),
         ... )
         >>> updates[0]
         tensor([-0.1000,  0.1000])
@@ -41,6 +43,6 @@ def lion_step(
     if not params:
         return [], []
     looked = ema(momenta, grads, betas[0])
-    signs = list(torch._foreach_sign(looked))
+    signs = foreach.sign(looked)
     updates = step_updates(params, signs, lr=lr, weight_decay=weight_decay, cautious=cautious)
     return updates, ema(momenta, grads, betas[1])

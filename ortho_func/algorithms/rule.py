@@ -42,7 +42,7 @@ class Emission(NamedTuple):
     """What a rule sends, by shard; `carry` comes back to `absorb`, `state` is written at once."""
 
     shards: list[Tensor]
-    sides: list[tuple[Tensor, ...]]
+    sides: Sequence[tuple[Tensor, ...]]
     carry: Any
     state: State
 

@@ -43,9 +43,9 @@ class Muon(OrthogonalOptimizer):
 
     Args:
         params: parameters or groups, as in ``torch.optim``. DTensors bring their mesh. A group
-            may set every option below but those from process_group on, and ``algorithm`` ("muon", "normuon", "dion2",
-            "dion3", and for what is no matrix "adamw" or "lion", which take ``betas`` and
-            ``adam_eps``).
+            may set every option below but those from process_group on, and ``algorithm``:
+            "muon", "normuon", "dion2", "dion3", or for what is no matrix "adamw" or "lion",
+            which take ``betas`` and ``adam_eps``.
         lr: learning rate, a number or a 0-d tensor.
         weight_decay: λ, decoupled.
         momentum: μ.
@@ -101,7 +101,7 @@ class Muon(OrthogonalOptimizer):
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire: Wire = "auto",
-        compile: bool | dict[str, Any] = False,
+        compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
         super().__init__(
             params,

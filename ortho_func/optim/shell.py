@@ -20,7 +20,6 @@ from ortho_func.geometry import (
     layout_of,
     like,
     local,
-    on_mesh,
 )
 from ortho_func.optim.agreement import check_agreement
 from ortho_func.optim.options import (
@@ -89,7 +88,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire: Wire = "auto",
-        compile: bool | dict[str, Any] = False,
+        compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
     ) -> None:
         unknown = set(given) - set(DEFAULTS)
@@ -202,7 +201,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     # -- the step ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Every rank of the parameters' mesh must call it.
 
         Args:

@@ -42,9 +42,13 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group:
     """
     if x.numel() != sum(send):
         raise ValueError(f"the buffer has {x.numel()} elements, send sizes add up to {sum(send)}.")
-    return torch.ops._c10d_functional.all_to_all_single(x, list(receive), list(send), group)
+    begun: Tensor = torch.ops._c10d_functional.all_to_all_single(
+        x, list(receive), list(send), group
+    )
+    return begun
 
 
 def wait(x: Tensor) -> Tensor:
     """Wait for an exchange begun by `all_to_all`: the tensor with its content there."""
-    return torch.ops._c10d_functional.wait_tensor(x)
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return arrived

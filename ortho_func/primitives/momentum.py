@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from ortho_func.primitives import foreach
 
 __all__ = ["Scalar", "cast_like", "ema", "heavy_ball", "nesterov"]
 
@@ -18,17 +19,17 @@ def cast_like(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]
 
 
 def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
-    """start + weight·(end − start), for a float or a 0-d tensor."""
+    """Linear interpolation, start + weight·(end − start), for a float or a 0-d tensor."""
     if isinstance(weight, Tensor):
-        step = torch._foreach_mul(torch._foreach_sub(list(end), list(start)), weight)
-        return list(torch._foreach_add(list(start), step))
-    return list(torch._foreach_lerp(list(start), list(end), weight))
+        return foreach.add(start, foreach.mul(foreach.sub(end, start), weight))
+    return foreach.lerp(start, end, weight)
 
 
 def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
     """Exponential moving average, M ← βM + (1 − β)G, in M's dtype.
 
     Example:
+        >>> import torch
         >>> ema([torch.zeros(2)], [torch.ones(2)], 0.9)[0]
         tensor([0.1000, 0.1000])
     """
@@ -48,4 +49,4 @@ def heavy_ball(momenta: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tenso
     """Accumulation, M ← M + G, in M's dtype; decay happens elsewhere (error feedback)."""
     if not momenta:
         return []
-    return list(torch._foreach_add(list(momenta), cast_like(grads, momenta)))
+    return foreach.add(momenta, cast_like(grads, momenta))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ortho_func.primitives import foreach
 from ortho_func.primitives.momentum import Scalar
 
 __all__ = ["ADJUST_LR", "lr_scale", "step_updates", "widen"]
@@ -79,14 +80,14 @@ def step_updates(
     if cautious:
         decayed = [torch.where(u * x > 0, x, 0) for u, x in zip(moves, wide, strict=True)]
     if isinstance(lr, Tensor):
-        steps = torch._foreach_mul(torch._foreach_mul(moves, factors), -lr)
+        steps = foreach.mul(foreach.mul(moves, factors), -lr)
     else:
-        steps = torch._foreach_mul(moves, [-lr * factor for factor in factors])
+        steps = foreach.mul(moves, [-lr * factor for factor in factors])
     if isinstance(weight_decay, Tensor) or isinstance(lr, Tensor):
-        return list(torch._foreach_sub(steps, torch._foreach_mul(decayed, lr * weight_decay)))
+        return foreach.sub(steps, foreach.mul(decayed, lr * weight_decay))
     if weight_decay == 0.0:
-        return list(steps)
-    return list(torch._foreach_add(steps, decayed, alpha=-lr * weight_decay))
+        return steps
+    return foreach.add(steps, decayed, alpha=-lr * weight_decay)
 
 
 def widen(x: Tensor) -> Tensor:
