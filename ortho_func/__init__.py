@@ -1,5 +1,20 @@
 """Distributed orthonormalized optimizers as a torch.compile-friendly functional library."""
 
+from ortho_func.algorithms import schedules
+from ortho_func.algorithms.combine import chain, inject, partition
+from ortho_func.algorithms.functional import dion2, dion3, muon, normuon
+from ortho_func.algorithms.gradients import (
+    add_decayed_weights,
+    clip_by_global_norm,
+    momentum,
+    scale,
+    scale_by_schedule,
+    stateless,
+)
+from ortho_func.algorithms.matrixwise import on_whole_matrices
+from ortho_func.algorithms.pointwise import adamw, lion
+from ortho_func.algorithms.transform import Transform, apply_updates, elementwise
+from ortho_func.geometry import Reading
 from ortho_func.optim.optimizers import Dion2, Dion3, Muon, NorMuon
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
@@ -14,13 +29,34 @@ __all__ = [
     "Muon",
     "NorMuon",
     "Plan",
+    "Reading",
+    "Transform",
+    "adamw",
+    "add_decayed_weights",
     "all_to_all",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "dion2",
+    "dion3",
+    "elementwise",
     "gram_newton_schulz",
+    "inject",
+    "lion",
+    "momentum",
+    "muon",
     "narrow",
     "newton_schulz",
+    "normuon",
+    "on_whole_matrices",
     "orthogonalize",
     "pack",
     "pad_to_max",
+    "partition",
     "plan",
+    "scale",
+    "scale_by_schedule",
+    "schedules",
+    "stateless",
     "unpack",
 ]

@@ -11,9 +11,9 @@ a matrix with a rank's box.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 try:  # torch can be built without distributed; plain tensors then still work
     import torch.distributed as dist
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     HAS_DISTRIBUTED = dist.is_available()
@@ -40,17 +40,21 @@ __all__ = [
     "Piece",
     "Reading",
     "aligned",
-    "find_group",
+    "domain_group",
+    "group_over",
     "layout_of",
     "like",
     "local",
     "local_shape",
-    "make_group",
     "matrices",
     "mesh_layout",
     "on_mesh",
+    "placed",
     "ranks_of",
     "replicated_layout",
+    "takes_part",
+    "this_rank",
+    "total",
 ]
 
 
@@ -93,6 +97,13 @@ class Layout:
     domain: Domain
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # of thousands of boxes, and layouts are keys of caches
+        return hash((self.shape, self.domain, self.boxes, self.replicas))
 
     def sources(self, owner: int) -> tuple[int, ...]:
         """The ranks from which `owner` collects: those of its own replica, in domain order."""
@@ -233,21 +244,34 @@ def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
     """
     stacks, rows, cols = reading.dims(layout.shape)
     boxes = [_stack_box(layout.shape, box, reading) for box in layout.boxes]
-    holders: list[list[int]] = [[] for _ in range(stacks)]
-    for rank, box in enumerate(boxes):
-        for index in box.stack:
-            holders[index].append(rank)
+    holders = _holders(boxes, stacks)
     found = []
-    shared: dict[tuple[int, tuple[int, ...]], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
+    shared: dict[tuple[int, int], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
     for index in range(stacks):
         for block, (first, count) in enumerate(reading.blocks(rows)):
-            key = (block, tuple(holders[index]))
+            key = (block, id(holders[index]))
             if key not in shared:
                 pieces = _pieces(boxes, holders[index], first, count)
                 solid = tuple(piece for piece in pieces if piece.numel)
                 shared[key] = (solid, tuple(piece for piece in pieces if not piece.numel))
             found.append(MatrixGeometry(index, block, count, cols, *shared[key]))
     return tuple(found)
+
+
+def _holders(boxes: Sequence[_StackBox], stacks: int) -> list[list[int]]:
+    """By stack index, the ranks that hold it: one and the same list where they are the same."""
+    alike: dict[frozenset[int], list[int]] = {}
+    for rank, box in enumerate(boxes):
+        alike.setdefault(box.stack, []).append(rank)
+    parts: list[list[frozenset[int]]] = [[] for _ in range(stacks)]
+    for stack in alike:
+        for index in stack:
+            parts[index].append(stack)
+    merged: dict[tuple[frozenset[int], ...], list[int]] = {}
+    for found in map(tuple, parts):
+        if found not in merged:
+            merged[found] = sorted(rank for stack in found for rank in alike[stack])
+    return [merged[tuple(found)] for found in parts]
 
 
 def _pieces(
@@ -356,7 +380,7 @@ def layout_of(
     shape = tuple(tensor.shape)
     if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
         if process_group is None:
-            return replicated_layout(shape, (0,))
+            return replicated_layout(shape, (this_rank(),))
         return replicated_layout(shape, tuple(dist.get_process_group_ranks(process_group)))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     for placement in placements:
@@ -384,9 +408,8 @@ def _check_shard(tensor: DTensor, layout: Layout, name: str) -> None:
         raise ValueError(
             f"{name} of shape {layout.shape} with placements {tuple(tensor.placements)} on a mesh "
             f"of shape {tuple(tensor.device_mesh.mesh.shape)} has a shard of shape "
-            f"{local_shape(tensor)} on rank {rank}, where its placements say {planned}. Place it "
-            "with fully_shard, parallelize_module or distribute_tensor, in sizes that divide "
-            "evenly."
+            f"{local_shape(tensor)} where its placements say {planned}. Place it with fully_shard "
+            "or parallelize_module, or choose sizes that divide evenly."
         )
 
 
@@ -398,50 +421,63 @@ def _unravel(flat: int, shape: Sequence[int]) -> list[int]:
     return coordinate[::-1]
 
 
+def this_rank() -> int:
+    """This process's global rank, 0 without a process group."""
+    return dist.get_rank() if HAS_DISTRIBUTED and dist.is_initialized() else 0
+
+
+def takes_part(tensor: Tensor) -> bool:
+    """Whether this rank is in the parameter's mesh."""
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return True
+    return tensor.device_mesh.get_coordinate() is not None
+
+
 def ranks_of(tensor: Tensor, process_group: ProcessGroup | None = None) -> tuple[int, ...]:
-    """The ranks over which a parameter lies, in the order of their group; alone, none."""
+    """The ranks over which a parameter lies, in the order of their group; none if on its own."""
     if HAS_DISTRIBUTED and isinstance(tensor, DTensor):
         return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
     return () if process_group is None else tuple(dist.get_process_group_ranks(process_group))
 
 
-def find_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """A process group that there is already over exactly the ranks of `ranks_of`."""
+def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> Any:
+    """The process group over which one parameter's pieces travel, None if it is on its own."""
+    return group_over([tensor], process_group) if on_mesh(tensor) else process_group
+
+
+def placed(tensor: Tensor) -> str:
+    """In words, how a parameter is placed."""
     if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return "replicated"
+    placements = ", ".join(map(str, tensor.placements))
+    return f"placements ({placements}) on a mesh of shape {tuple(tensor.device_mesh.mesh.shape)}"
+
+
+def group_over(tensors: Sequence[Tensor], process_group: ProcessGroup | None) -> Any:
+    """The process group over the ranks of parameters that lie over the same ranks.
+
+    One that there is already, chosen alike on all ranks whatever the order of the parameters,
+    or else a new one, which every one of these ranks must then ask for.
+    """
+    if not all(on_mesh(tensor) for tensor in tensors):
+        assert process_group is not None
         return process_group
-    mesh, ranks = tensor.device_mesh, ranks_of(tensor)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) == len(ranks):
-            return mesh.get_group(axis)
-    if ranks == tuple(range(dist.get_world_size())):
-        return dist.group.WORLD
-    for flat in getattr(mesh._get_root_mesh(), "_flatten_mapping", {}).values():
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    first: Any = min(meshes, key=lambda mesh: (mesh.ndim, mesh.mesh_dim_names or ()))
+    world: Any = dist.group.WORLD
+    ranks, backend = ranks_of(tensors[0]), dist.get_backend(first.get_group(0))
+    if len(ranks) == world.size() and backend == dist.get_backend():
+        return world
+    for axis in range(first.ndim):
+        if first.size(axis) == len(ranks):
+            return first.get_group(axis)
+    for flat in getattr(first._get_root_mesh(), "_flatten_mapping", {}).values():
         if tuple(sorted(flat.mesh.flatten().tolist())) == ranks:
             return flat.get_group()
-    return None
-
-
-def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The process group over which this parameter's pieces travel (None for one rank)."""
-    found = find_group(tensor, process_group)
-    return make_group(tensor) if found is None and on_mesh(tensor) else found
-
-
-def make_group(tensor: Tensor) -> ProcessGroup:
-    """The process group over a DTensor's whole mesh: every rank of the mesh must call this.
-
-    Only they: ranks elsewhere, such as other pipeline stages, know nothing of it. A second call
-    returns the same group.
-    """
-    assert isinstance(tensor, DTensor)
-    mesh = tensor.device_mesh
-    if dist.group.WORLD.bound_device_id is not None:  # splits a communicator: all must take part
-        return mesh._flatten().get_group()
-    return dist.distributed_c10d._new_group_with_tag(
-        list(ranks_of(tensor)),
-        backend=dist.get_backend(mesh.get_group(0)),
-        pg_tag="ortho_func",
-        use_local_synchronization=True,
+    if world.bound_device_id is not None:  # its communicator is split: all must ask
+        return first._flatten().get_group()
+    return dist.distributed_c10d._new_group_with_tag(  # the same one to who asks again
+        list(ranks), backend=backend, pg_tag="ortho_func", use_local_synchronization=True
     )
 
 
@@ -489,6 +525,30 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -
         shape=torch.Size(whole),
         stride=strides,
     )
+
+
+def total(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """The sum over tensors of a 0-d sum over each one's elements; DTensors are summed by shards.
+
+    One all-reduce of a number for each mesh and way of sharding, replicas counted once. Raises
+    `ValueError` on DTensors that hold partial sums.
+    """
+    here: list[Tensor] = []
+    spread: dict[tuple[Any, tuple[bool, ...]], list[Tensor]] = {}
+    for tensor in tensors:
+        value = function(local(tensor))
+        if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+            here.append(value)
+            continue
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError("a gradient holds partial sums: redistribute it as its parameter is.")
+        cut = tuple(not placement.is_replicate() for placement in tensor.placements)
+        spread.setdefault((tensor.device_mesh, cut), []).append(value)
+    for (mesh, cut), values in spread.items():
+        placements = [Partial() if along else Replicate() for along in cut]
+        shard = torch.stack(values).sum()
+        here.append(DTensor.from_local(shard, mesh, placements, run_check=False).full_tensor())
+    return torch.stack(here).sum()
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ortho_func.primitives.collectives import all_to_all, wait
 from ortho_func.routing import Batch, Route
 from ortho_func.wire import Sided, assemble, disassemble, load, unload
 
-__all__ = ["on_whole_matrices", "run"]
+__all__ = ["in_batches", "run"]
 
 Emit = Callable[[Route], tuple[list[Tensor], list[list[Tensor]]]]
 Whole = Callable[[Batch, Tensor, tuple[Tensor, ...]], Sided]
@@ -104,30 +104,42 @@ class _Trip:
         absorb(route, [main for main, _ in found], [sides for _, sides in found])
 
 
-def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]
-) -> list[Tensor]:
-    """Apply a batched function [..., R, C] → [..., R, C] to whole matrices, stacked by shape.
+def in_batches(
+    function: Callable[[Tensor, tuple[Tensor, ...]], Sided],
+    matrices: Sequence[Tensor],
+    sides: Sequence[tuple[Tensor, ...]],
+) -> list[Sided]:
+    """The round trip where every matrix is here already: stacked by shape and dtype, and back.
 
     Args:
-        function: gets each shape's matrices as one [n, R, C].
-        matrices: tensors of two dims, or of more for stacks over the leading dims.
+        function: from matrices [n, R, C] and their side vectors [n, values] to the same.
+        matrices: each [stack, R, C].
+        sides: of each of these, its side vectors [stack, values].
 
     Returns:
-        The results, in order, in the shapes of the inputs.
+        The results, in order.
 
     Example:
-        >>> [x.shape for x in on_whole_matrices(torch.neg, [torch.ones(2, 3), torch.ones(4, 2, 3)])]
-        [torch.Size([2, 3]), torch.Size([4, 2, 3])]
+        >>> stacks = [torch.ones(1, 2, 3), torch.ones(4, 2, 3), torch.ones(1, 3, 3)]
+        >>> [x.shape[0] for x, _ in in_batches(lambda x, s: (-x, s), stacks, [(), (), ()])]
+        [1, 4, 1]
     """
-    by_shape: dict[tuple[torch.Size, torch.dtype], list[int]] = defaultdict(list)
+    by_shape: dict[tuple[int, int, torch.dtype], list[int]] = defaultdict(list)
     for number, x in enumerate(matrices):
-        by_shape[x.shape[-2:], x.dtype].append(number)
-    results: dict[int, Tensor] = {}
-    for (shape, _), numbers in by_shape.items():
-        stacks = [matrices[number].reshape(-1, *shape) for number in numbers]
-        batch = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
-        done = function(batch).split([stack.shape[0] for stack in stacks])
-        for number, part in zip(numbers, done, strict=True):
-            results[number] = part.reshape(matrices[number].shape)
+        by_shape[x.shape[-2], x.shape[-1], x.dtype].append(number)
+    results: dict[int, Sided] = {}
+    for numbers in by_shape.values():
+        sizes = [matrices[number].shape[0] for number in numbers]
+        done, spoken = function(
+            _joined([matrices[number] for number in numbers]),
+            tuple(_joined(parts) for parts in zip(*(sides[n] for n in numbers), strict=True)),
+        )
+        parts = done.split(sizes)
+        side_parts = [side.split(sizes) for side in spoken]
+        for place, number in enumerate(numbers):
+            results[number] = parts[place], tuple(side[place] for side in side_parts)
     return [results[number] for number in range(len(matrices))]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

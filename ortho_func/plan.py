@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,7 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 DENSE_WASTE = 0.01
 
 Wire = Literal["auto", "dense", "exact"]
+Balance = Literal["cost", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Slab:
     cols: int
     grid: Grid | None  # None where the bucket's wire is exact
     members: tuple[Matrix, ...]
+    quota: int | None = None  # uniform balance: every owner's batch, filled up with zero matrices
 
     def owned(self, owner: int) -> list[Matrix]:
         """The members that `owner` orthogonalizes, in order."""
@@ -161,6 +164,7 @@ class Plan:
     groups: tuple[Travel, ...]
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     wire: Wire = "auto"
+    balance: Balance = "cost"
     buckets: tuple[Bucket, ...] = field(compare=False, repr=False, default=())
     places: tuple[Place, ...] = field(compare=False, repr=False, default=())  # by parameter
 
@@ -174,10 +178,10 @@ class Plan:
 
     def lines(self, domain: Domain | None = None) -> list[str]:
         """What the plan was computed from, a line a fact; of one domain's parameters if given."""
-        out = [f"bucket_bytes={self.bucket_bytes} wire={self.wire}"]
+        out = [f"bucket_bytes={self.bucket_bytes} wire={self.wire} balance={self.balance}"]
         for spec in self.params:
             if domain is None or spec.layout.domain == domain:
-                placed = hashlib.sha256(repr(spec.layout.boxes).encode()).hexdigest()[:12]
+                placed = _fingerprint(spec.layout)
                 travel = self.groups[spec.group]
                 out.append(
                     f"{spec.name}: shape {spec.layout.shape} {spec.dtype}, shards {placed} over "
@@ -202,8 +206,19 @@ class Plan:
     def with_travel(self, **changes: Any) -> Plan:
         """The same parameters planned again with other facts about what travels."""
         groups = tuple(replace(travel, **changes) for travel in self.groups)
-        made = build_plan(self.params, groups, bucket_bytes=self.bucket_bytes, wire=self.wire)
+        made = build_plan(
+            self.params,
+            groups,
+            bucket_bytes=self.bucket_bytes,
+            wire=self.wire,
+            balance=self.balance,
+        )
         return replace(made, places=self.places)
+
+
+@lru_cache(maxsize=256)
+def _fingerprint(layout: Layout) -> str:
+    return hashlib.sha256(repr(layout.boxes).encode()).hexdigest()[:12]
 
 
 def plan(
@@ -214,6 +229,7 @@ def plan(
     wire_dtype: torch.dtype = torch.bfloat16,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     wire: Wire = "auto",
+    balance: Balance = "cost",
 ) -> Plan:
     """Plan the distributed step of a pytree of parameters, without communication.
 
@@ -228,6 +244,9 @@ def plan(
         bucket_bytes: bound on what one rank has in flight in one exchange.
         wire: "dense" pads pieces to equal size, "exact" sends what there is; "auto" takes dense
             where padding costs less than one per cent.
+        balance: "cost" gives every rank equally much arithmetic; "uniform" gives every rank the
+            same batch of every shape, filled up with zero matrices, so that all ranks trace the
+            same graph wherever their shards are of equal shape.
 
     Raises:
         ValueError: a parameter that cannot be read as matrices, or a placement such as Partial.
@@ -249,7 +268,9 @@ def plan(
         group = domain_group(leaf, process_group)
         places.append(Place(local(leaf).device, None if group is None else group.group_name))
     travel = Travel(wire_dtype=wire_dtype)
-    made = build_plan(tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire)
+    made = build_plan(
+        tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire, balance=balance
+    )
     return replace(made, places=tuple(places))
 
 
@@ -259,12 +280,15 @@ def build_plan(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     wire: Wire = "auto",
+    balance: Balance = "cost",
 ) -> Plan:
     """Compute owners, buckets and wire layout."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}.")
     if wire not in ("auto", "dense", "exact"):
         raise ValueError(f"wire must be 'auto', 'dense' or 'exact', got {wire!r}.")
+    if balance not in ("cost", "uniform"):
+        raise ValueError(f"balance must be 'cost' or 'uniform', got {balance!r}.")
     by_domain: dict[Domain, list[int]] = defaultdict(list)
     for number, spec in enumerate(params):
         spec.reading.check(spec.layout.shape, spec.name)
@@ -285,13 +309,19 @@ def build_plan(
             for number, _, geometry in found
         ]
         homes = [_home(geometry, domain.size) for _, _, geometry in found]
-        owners = assign_owners(costs, homes, domain.size)
+        if balance == "uniform":
+            classes = [(params[n].group, g.rows, g.cols) for n, _, g in found]
+            owners = deal_owners(classes, homes, domain.size)
+        else:
+            owners = assign_owners(costs, homes, domain.size)
         owned = [
             Matrix(number, index, geometry, owner)
             for (number, index, geometry), owner in zip(found, owners, strict=True)
         ]
         buckets += _buckets(params, groups, domain, owned, costs, bucket_bytes, wire)
-    return Plan(params, groups, bucket_bytes, wire, tuple(buckets))
+    if balance == "uniform":
+        buckets = [_uniform(params, bucket) for bucket in buckets]
+    return Plan(params, groups, bucket_bytes, wire, balance, tuple(buckets))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -318,17 +348,20 @@ def slice_count(fraction: float, extent: int) -> int:
     return min(extent, max(1, math.ceil(fraction * extent - 1e-9)))
 
 
+@lru_cache(maxsize=256)
 def local_cut(layout: Layout, reading: Reading) -> str | None:
     """Along which dim each shard can select slices of its own: "row", "col", or None.
 
     None where a shard's matrices are whole, cut both ways, or blocks of one parameter.
     """
     found = matrices(layout, reading)
-    cuts = {split_dim(geometry) for geometry in found}
+    alike = {id(geometry.pieces): geometry for geometry in found}
+    cuts = {split_dim(geometry) for geometry in alike.values()}
     blocks = any(geometry.block for geometry in found)
     return cuts.pop() if len(cuts) == 1 and not blocks and "both" not in cuts else None
 
 
+@lru_cache(maxsize=256)
 def travelling(layout: Layout, reading: Reading, travel: Travel) -> tuple[MatrixGeometry, ...]:
     """The matrices that travel: whole ones, or with a fraction the slices that shards select."""
     found = matrices(layout, reading)
@@ -391,6 +424,18 @@ def assign_owners(costs: Sequence[float], homes: Sequence[int | None], world: in
     return free
 
 
+def deal_owners(
+    classes: Sequence[tuple[int, int, int]], homes: Sequence[int | None], world: int
+) -> list[int]:
+    """Deal each class of equal matrices to the ranks in turn; what is whole on a rank stays."""
+    dealt: dict[tuple[int, int, int], int] = defaultdict(int)
+    owners = []
+    for key, home in zip(classes, homes, strict=True):
+        owners.append(dealt[key] % world if home is None else home)
+        dealt[key] += home is None
+    return owners
+
+
 def _longest_first(costs: Sequence[float], homes: Sequence[int | None], world: int) -> list[int]:
     owners = [0] * len(costs)
     loads = [0.0] * world
@@ -438,6 +483,7 @@ def _buckets(
     wire: Wire,
 ) -> list[Bucket]:
     cost_of = {(m.param, m.index): c for m, c in zip(owned, costs, strict=True)}
+    holders = _Holders()
     by_param: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in owned:
         by_param[matrix.param].append(matrix)
@@ -445,7 +491,8 @@ def _buckets(
     for number, members in by_param.items():
         spec = params[number]
         travel = groups[spec.group]
-        for atom in _atoms(spec, number, members, travel, domain.size, bucket_bytes, cost_of):
+        cap = bucket_bytes * domain.size
+        for atom in _atoms(spec, number, members, travel, cap, cost_of, holders):
             streams[atom.stream].append(atom)
     buckets = []
     for (dtype, gathers, returns), atoms in streams.items():
@@ -460,20 +507,20 @@ def _atoms(
     number: int,
     members: Sequence[Matrix],
     travel: Travel,
-    world: int,
-    bucket_bytes: int,
+    cap: int,
     cost_of: dict[tuple[int, int], float],
+    holders: _Holders,
 ) -> Iterable[_Atom]:
     size = sum(m.geometry.rows * m.geometry.cols for m in members) * travel.wire_dtype.itemsize
     stacks = 1 + max(place_in_shard(spec, m) for m in members)
     ranges = [(0, stacks)]
-    if stacks > 1 and size > bucket_bytes * world:
-        parts = min(stacks, -(-size // (bucket_bytes * world)))
+    if stacks > 1 and size > cap:
+        parts = min(stacks, -(-size // cap))
         edges = [stacks * part // parts for part in range(parts + 1)]
         ranges = list(pairwise(edges))
     for first, last in ranges:
         inside = tuple(m for m in members if first <= place_in_shard(spec, m) < last)
-        travels = [_moves(spec.layout, m, bool(travel.sides)) for m in inside]
+        travels = [holders.moves(spec.layout, m, bool(travel.sides)) for m in inside]
         stays = not any(gathers or returns for gathers, returns in travels)
         stream = (
             _carrier(spec, travel, stays),
@@ -497,16 +544,29 @@ def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
     return spec.dtype if stays else travel.wire_dtype
 
 
-def _moves(layout: Layout, matrix: Matrix, sided: bool) -> tuple[bool, bool]:
-    """Whether the owner lacks a part of the matrix, and whether others need a part of it."""
-    replica = layout.replicas[matrix.owner]
-    gathers = False
-    returns = sided and any(edge.rank != matrix.owner for edge in matrix.geometry.edges)
-    for piece in matrix.geometry.pieces:
-        if piece.rank != matrix.owner:
-            returns = True
-            gathers = gathers or layout.replicas[piece.rank] == replica
-    return gathers, returns
+class _Holders:
+    """Which ranks of which replica hold pieces, found once for all matrices cut alike."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, int], dict[int, set[int]]] = {}
+
+    def moves(self, layout: Layout, matrix: Matrix, sided: bool) -> tuple[bool, bool]:
+        """Whether the owner lacks a part of the matrix, and whether others need a part of it."""
+        owner, geometry = matrix.owner, matrix.geometry
+        mine = self.of(layout, geometry).get(layout.replicas[owner], set())
+        held = owner in mine
+        edges = sided and any(edge.rank != owner for edge in geometry.edges)
+        return len(mine) > held, len(geometry.pieces) > held or edges
+
+    def of(self, layout: Layout, geometry: MatrixGeometry) -> dict[int, set[int]]:
+        """By replica, the ranks that hold a piece."""
+        key = (id(layout), id(geometry.pieces))
+        if key not in self.found:
+            ranks: dict[int, set[int]] = defaultdict(set)
+            for piece in geometry.pieces:
+                ranks[layout.replicas[piece.rank]].add(piece.rank)
+            self.found[key] = ranks
+        return self.found[key]
 
 
 def _fill(atoms: Iterable[_Atom], itemsize: int, cap: int) -> Iterable[list[_Atom]]:
@@ -585,7 +645,8 @@ def _alike(
     params: Sequence[ParamSpec], members: Sequence[Matrix], gathers: bool, sided: bool
 ) -> bool:
     """Whether all matrices of each owner come from, and go to, the same ranks."""
-    if len({params[matrix.param].layout.replicas for matrix in members}) > 1:
+    layouts = {id(layout): layout for m in members for layout in [params[m.param].layout]}
+    if len({layout.replicas for layout in layouts.values()}) > 1:
         return False
     if not gathers and sided and any(matrix.geometry.edges for matrix in members):
         return False  # side values go to ranks that get no part of the matrix
@@ -595,6 +656,24 @@ def _alike(
         for matrix in members
         for found in [tuple(piece.rank for piece in matrix.geometry.pieces)]
     )
+
+
+def _uniform(params: Sequence[ParamSpec], bucket: Bucket) -> Bucket:
+    """Fill up every owner's batch to the largest, where every rank takes part alike."""
+    replicated = all(
+        len(matrix.geometry.pieces) == bucket.domain.size
+        for slab in bucket.slabs
+        for matrix in slab.members
+    )
+    if not bucket.dense or not (bucket.gathers or replicated):
+        return bucket
+    slabs = []
+    for slab in bucket.slabs:
+        counts = [0] * bucket.domain.size
+        for matrix in slab.members:
+            counts[matrix.owner] += 1
+        slabs.append(replace(slab, quota=max(counts)))
+    return replace(bucket, slabs=tuple(slabs))
 
 
 def _common_grid(

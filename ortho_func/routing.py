@@ -21,12 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ortho_func.geometry import Piece
+from ortho_func.geometry import MatrixGeometry, Piece
 from ortho_func.plan import Bucket, Grid, Item, Matrix, Plan, Slab, place_in_shard
 
 __all__ = ["Batch", "Entry", "Lane", "Route", "Tables", "routes"]
 
 MATRICES = -1  # the number of a lane that holds the matrices themselves
+NOTHING = -1  # the number of an entry that is none, of a parameter that is none
 
 
 class Lane(NamedTuple):
@@ -68,10 +69,14 @@ class Entry(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A whole entry's lane in wire order: which entry, and which side (MATRICES for itself)."""
+    """A whole entry's lane in wire order: which entry, and which side (MATRICES for itself).
+
+    Entry NOTHING stands for a zero matrix that fills up a batch, of `filler` elements.
+    """
 
     entry: int
     side: int
+    filler: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +166,9 @@ class _Router:
             for side in range(len(kinds))
         ]
         self.owned = [self._by_owner(slab) for slab in bucket.slabs]
+        self.lanes_of = [
+            [lane for lane in self.lanes if self.owned[lane.slab][owner]] for owner in self.everyone
+        ]
         self.held = self._pieces_by_rank()
         self.natural = self._natural_order()
         self.unit = self._unit()
@@ -199,6 +207,9 @@ class _Router:
         owned: list[list[Matrix]] = [[] for _ in self.everyone]
         for matrix in slab.members:
             owned[matrix.owner].append(matrix)
+        zero = MatrixGeometry(0, 0, slab.rows, slab.cols, ())
+        for owner, found in enumerate(owned if slab.quota is not None else []):
+            found += [Matrix(NOTHING, 0, zero, owner)] * ((slab.quota or 0) - len(found))
         return owned
 
     def _pieces_by_rank(self) -> dict[int, dict[int, Piece]]:
@@ -212,6 +223,8 @@ class _Router:
         return held
 
     def _piece(self, matrix: Matrix, rank: int) -> Piece | None:
+        if matrix.param == NOTHING:
+            return None
         return self.held[id(matrix.geometry.pieces)].get(rank)
 
     def _holds(self, piece: Piece | None) -> bool:
@@ -284,7 +297,10 @@ class _Router:
         if not self.bucket.gathers:
             if not returning:
                 return rank == matrix.owner
-            return self._holds(piece)
+            return self._holds(piece) or matrix.param == NOTHING
+        if not returning and matrix.param == NOTHING:
+            layout = self.plan.params[self.bucket.items[0].param].layout
+            return layout.replicas[rank] == layout.replicas[matrix.owner]
         if not returning:
             replicas = self.plan.params[matrix.param].layout.replicas
             if replicas[rank] != replicas[matrix.owner]:
@@ -307,7 +323,7 @@ class _Router:
     def _segment(self, rank: int, owner: int, *, returning: bool) -> int:
         return sum(
             self._section(self._slots(lane, rank, owner, returning=returning))
-            for lane in self.lanes
+            for lane in self.lanes_of[owner]
         )
 
     def _entry(self, item: Item, found: Sequence[tuple[int, Matrix]]) -> Entry:
@@ -376,7 +392,12 @@ class _Router:
         if not self.bucket.gathers:
             return (0,) * len(getting)
         replicas = self.plan.params[self.bucket.items[0].param].layout.replicas
-        return tuple(replicas[:rank].count(replicas[rank]) for rank in getting)
+        before: dict[int, int] = defaultdict(int)
+        numbers = []
+        for replica in replicas:
+            numbers.append(before[replica])
+            before[replica] += 1
+        return tuple(numbers[rank] for rank in getting)
 
     # -- whole entries in wire order --------------------------------------------------------
 
@@ -392,8 +413,12 @@ class _Router:
         walked: dict[Run, list[int]] = {}
         last: Run | None = None
         for owner in self.everyone:
-            for lane in self.lanes:
+            for lane in self.lanes_of[owner]:
                 for slot in self._slots(lane, self.me, owner, returning=returning):
+                    if slot.matrix.param == NOTHING:
+                        last = Run(NOTHING - len(walked), lane.side, slot.size)
+                        walked[last] = []
+                        continue
                     key = (slot.matrix.param, slot.matrix.index)
                     run = Run(entry_of[key], lane.side)
                     if run in walked and run != last:
@@ -401,7 +426,7 @@ class _Router:
                     walked.setdefault(run, []).append(slot.matrix.index)
                     last = run
         for run, indices in walked.items():
-            if indices != [m.index for _, m in self.natural[run.entry]]:
+            if run.entry >= 0 and indices != [m.index for _, m in self.natural[run.entry]]:
                 return None
         return tuple(walked)
 
@@ -454,12 +479,15 @@ class _Router:
         units, values = _Index(), _Index()
         base = self.natural_size
         for owner in self.everyone:
-            for lane in self.lanes:
+            for lane in self.lanes_of[owner]:
                 slots = self._slots(lane, self.me, owner, returning=False)
                 length = self._section(slots)
                 spare = length - sum(slot.size for slot in slots)
                 step, index = (self.unit, units) if lane.main else (self.width, values)
                 for slot in slots:
+                    if slot.matrix.param == NOTHING:
+                        index.pad(slot.size // step)  # whatever: nobody gets the result
+                        continue
                     start = positions[lane, slot.matrix.param, slot.matrix.index]
                     index.add(start // step if lane.main else start, slot.size // step)
                 index.pad(spare // step)
@@ -474,10 +502,13 @@ class _Router:
         found: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         at = 0
         for owner in self.everyone:
-            for lane in self.lanes:
+            for lane in self.lanes_of[owner]:
                 slots = self._slots(lane, self.me, owner, returning=True)
                 start = at
                 for slot in slots:
+                    if slot.matrix.param == NOTHING:
+                        start += slot.size
+                        continue
                     natural = positions[lane, slot.matrix.param, slot.matrix.index]
                     found[lane.main].append((natural, start, slot.size))
                     start += slot.size
@@ -508,10 +539,11 @@ class _Router:
             )
             for lane in self.lanes
         }
-        places = [self._places(lane) for lane in self.lanes]
+        mine = self.lanes_of[self.me]
+        places = [self._places(lane) for lane in mine]
         at = 0
         for source in self.everyone:
-            for lane, place in zip(self.lanes, places, strict=True):
+            for lane, place in zip(mine, places, strict=True):
                 slots = self._slots(lane, source, self.me, returning=False)
                 start = at
                 for slot in slots:
@@ -547,9 +579,10 @@ class _Router:
             count = len(self.owned[lane.slab][self.me]) * math.prod(self._lane_shape(lane))
             starts[lane] = base if lane.main else value
             base, value = (base + count, value) if lane.main else (base, value + count)
-        places = [self._places(lane) for lane in self.lanes]
+        mine = self.lanes_of[self.me]
+        places = [self._places(lane) for lane in mine]
         for rank in self.everyone:
-            for lane, place in zip(self.lanes, places, strict=True):
+            for lane, place in zip(mine, places, strict=True):
                 slots = self._slots(lane, rank, self.me, returning=True)
                 length = self._section(slots)
                 spare = length - sum(slot.size for slot in slots)
@@ -597,7 +630,8 @@ class _Index:
         self.parts.append(grid.reshape(-1))
 
     def pad(self, count: int) -> None:
-        self.parts.append(torch.zeros(count, dtype=torch.int64))
+        if count:
+            self.parts.append(torch.zeros(count, dtype=torch.int64))
 
     def table(self) -> Tensor:
         return torch.cat(self.parts)

@@ -97,9 +97,7 @@ def readings_of(
                 )
         found = [first_match(name, readings) or chosen for name in names]
     else:
-        found = [
-            readings(name, leaf) or chosen for name, leaf in zip(names, leaves, strict=True)
-        ]
+        found = [readings(name, leaf) or chosen for name, leaf in zip(names, leaves, strict=True)]
     for name, leaf, reading in zip(names, leaves, found, strict=True):
         reading.check(tuple(leaf.shape), name)
     return found

@@ -41,7 +41,10 @@ def load(route: Route, shards: Sequence[Tensor], sides: Sequence[Sequence[Tensor
 def _wire_part(
     route: Route, run: Run, shards: Sequence[Tensor], sides: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    entry, dtype = route.entries[run.entry], route.bucket.wire_dtype
+    dtype = route.bucket.wire_dtype
+    if run.entry < 0:
+        return torch.zeros(run.filler, dtype=dtype, device=_device(shards))
+    entry = route.entries[run.entry]
     if run.side < 0:
         return _padded(entry, shards[run.entry]).reshape(-1).to(dtype)
     return encode(_padded_side(entry, run.side, sides[run.entry][run.side]), dtype)
@@ -263,7 +266,9 @@ def _unload_in_order(
 ) -> list[tuple[Tensor, list[Tensor]]]:
     assert route.unpack_order is not None
     sizes = [
-        math.prod(route.entries[run.entry].padded)
+        run.filler
+        if run.entry < 0
+        else math.prod(route.entries[run.entry].padded)
         if run.side < 0
         else math.prod(route.entries[run.entry].padded_sides[run.side]) * route.width
         for run in route.unpack_order

@@ -1,7 +1,8 @@
-"""AdamW for what is no matrix: torch's own, in place for the shells and pure for the rest."""
+"""AdamW for what is no matrix: torch's own in place, and as a pure function."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.roots import sqrt
+from ortho_func.primitives.scaling import widen
 
 __all__ = ["adamw_", "adamw_step"]
 
@@ -62,21 +65,32 @@ def adamw_step(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """The same without writing the arguments: new params, averages, squares and steps.
 
-    With `cautious`, decay only where the step and the parameter agree in sign
-    (arXiv 2510.12402).
+    m ← β₁m + (1 − β₁)G;  v ← β₂v + (1 − β₂)G²;
+    X ← (1 − lr·λ)X − lr/(1 − β₁ᵗ) · m/(√v/√(1 − β₂ᵗ) + ε)
+
+    Written out: torch's own differentiable form writes in place, which `vmap` cannot follow, and
+    divides by lr, which makes NaN of parameters without gradients while lr is zero. With
+    `cautious`, decay only where the step and the parameter agree in sign (arXiv 2510.12402).
     """
-    new = [p.clone() if cautious else torch.mul(p, 1 - lr * weight_decay) for p in params]
-    averages = [m.clone() for m in exp_avgs]
-    squares = [v.clone() for v in exp_avg_sqs]
-    counts = [step.clone() for step in steps]
-    if new:
-        _call(new, grads, averages, squares, counts, lr, 0.0, betas, eps, differentiable=True)
-    if cautious:
-        new = [
-            moved - lr * weight_decay * torch.where((p - moved) * p > 0, p, 0)
-            for p, moved in zip(params, new, strict=True)
-        ]
+    first, second = betas
+    new, averages, squares = [], [], []
+    counts = [step + 1 for step in steps]
+    for p, g, m, v, t in zip(params, grads, exp_avgs, exp_avg_sqs, counts, strict=True):
+        x, slope = widen(p), widen(g)
+        average = torch.lerp(widen(m), slope.to(widen(m).dtype), 1 - first)
+        square = widen(v) * second + slope.square() * (1 - second)
+        root = sqrt(square) / sqrt(_correction(second, t)) + eps
+        move = lr / _correction(first, t) * (average / root)
+        decayed = torch.where(move * x > 0, x, 0) if cautious else x
+        new.append((x - lr * weight_decay * decayed - move).to(p.dtype))
+        averages.append(average.to(m.dtype))
+        squares.append(square.to(v.dtype))
     return new, averages, squares, counts
+
+
+def _correction(beta: float, step: Tensor) -> Tensor:
+    """1 − βᵗ, exact to the last digits where βᵗ is near one."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def _call(
@@ -91,14 +105,13 @@ def _call(
     eps: float,
     *,
     fused: bool = False,
-    differentiable: bool = False,
 ) -> None:
     cast = [
         g if g.dtype == m.dtype else g.to(m.dtype) for g, m in zip(grads, exp_avgs, strict=True)
     ]
     torch_adamw(
         list(params), cast, list(exp_avgs), list(exp_avg_sqs), [], list(steps),
-        foreach=False, capturable=False, differentiable=differentiable, fused=fused,
+        foreach=False, capturable=False, differentiable=False, fused=fused,
         grad_scale=None, found_inf=None, has_complex=False, amsgrad=False,
         beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
         maximize=False,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
 from ortho_func.pipeline import run
-from ortho_func.plan import Matrix, ParamSpec, Plan, Travel, build_plan, local_cut
+from ortho_func.plan import Balance, Matrix, ParamSpec, Plan, Travel, Wire, build_plan, local_cut
 from ortho_func.primitives.scaling import lr_scale
 from ortho_func.routing import Batch, Entry, Route, routes
 
@@ -59,7 +59,8 @@ def plan_for(
     costs: Sequence[Callable[[int, int], float] | None],
     *,
     bucket_bytes: int,
-    wire: str = "auto",
+    wire: Wire = "auto",
+    balance: Balance = "cost",
 ) -> tuple[Plan, tuple[MatrixRule, ...], tuple[int, ...]]:
     """Plan the parameters of some groups, splitting a group where its rule depends on the cut.
 
@@ -76,7 +77,9 @@ def plan_for(
     travels: list[Travel] = [
         rule.travel(wire_dtype=wires[group], cost=costs[group]) for group, rule in found
     ]
-    made = build_plan(tuple(placed), tuple(travels), bucket_bytes=bucket_bytes, wire=wire)  # type: ignore[arg-type]
+    made = build_plan(
+        tuple(placed), tuple(travels), bucket_bytes=bucket_bytes, wire=wire, balance=balance
+    )
     return made, tuple(rule for _, rule in found), tuple(group for group, _ in found)
 
 

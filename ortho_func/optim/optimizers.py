@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.optim.shell import OrthogonalOptimizer
-from ortho_func.plan import DEFAULT_BUCKET_BYTES, Wire
+from ortho_func.plan import DEFAULT_BUCKET_BYTES, Balance, Wire
 
 __all__ = ["Dion2", "Dion3", "Muon", "NorMuon"]
 
@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     process_group: Any
     bucket_bytes: int
     wire: Wire
+    balance: Balance
     compile: bool | dict[str, Any]
 
 
@@ -66,6 +67,9 @@ class Muon(OrthogonalOptimizer):
         process_group: for plain tensors that are replicated over it (DDP).
         bucket_bytes: bound on what a rank has in flight in one exchange.
         wire: "auto", "dense" or "exact": how pieces lie on the wire; results are the same.
+        balance: "cost", every rank does equally much arithmetic; or "uniform", every rank has the
+            same batch of every shape, filled up with zero matrices, and so the same graph: for
+            compiled training steps in which the compiler reorders collectives.
         compile: compile the whole step as one graph; a dict gives options of ``torch.compile``.
 
     Raises:
@@ -101,6 +105,7 @@ class Muon(OrthogonalOptimizer):
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire: Wire = "auto",
+        balance: Balance = "cost",
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
         super().__init__(
@@ -123,6 +128,7 @@ class Muon(OrthogonalOptimizer):
             process_group=process_group,
             bucket_bytes=bucket_bytes,
             wire=wire,
+            balance=balance,
             compile=compile,
         )
 

@@ -6,7 +6,8 @@ All in-place writes of the library are here (and in functions whose names end in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
+from ortho_func.algorithms.rule import MatrixRule
 from ortho_func.geometry import (
     aligned,
-    domain_group,
+    group_over,
     layout_of,
     like,
     local,
+    ranks_of,
+    takes_part,
+    this_rank,
 )
-from ortho_func.optim.agreement import check_agreement
+from ortho_func.optim.agreement import Ranks, agree, facts_about
 from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
@@ -32,7 +37,7 @@ from ortho_func.optim.options import (
     rule_of,
     static_key,
 )
-from ortho_func.plan import DEFAULT_BUCKET_BYTES, ParamSpec, Plan, Wire
+from ortho_func.plan import DEFAULT_BUCKET_BYTES, Balance, ParamSpec, Plan, Wire
 from ortho_func.routing import Entry
 
 __all__ = ["OrthogonalOptimizer"]
@@ -40,6 +45,8 @@ __all__ = ["OrthogonalOptimizer"]
 # Set in code, not by a checkpoint: callables and dtypes do not belong into a state dict.
 _UNSAVED = ("orthogonalizer", "wire_dtype", "compute_dtype")
 _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
+# What all ranks must say alike; the scalars may change at any time and are not compared.
+_AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALARS)
 
 
 class _InPlace:
@@ -66,6 +73,18 @@ class _Elementwise:
 
 
 @dataclass(frozen=True, eq=False)
+class _Draft:
+    """What this rank would do, before it has heard the others."""
+
+    matrices: list[Tensor]
+    group_of: list[int]
+    elementwise: list[_Elementwise]
+    plan: Plan | None
+    rules: tuple[MatrixRule, ...]
+    hyper_of: list[int]
+
+
+@dataclass(frozen=True, eq=False)
 class _Built:
     """Everything that is computed once from the groups."""
 
@@ -88,6 +107,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire: Wire = "auto",
+        balance: Balance = "cost",
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
     ) -> None:
@@ -97,6 +117,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         self._settings: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "wire": wire,
+            "balance": balance,
             "compile": compile,
         }
         self._process_group = process_group
@@ -111,11 +132,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the step is planned again, so all ranks must do it alike."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        if not self._ready:
+            return
         try:
-            check_group(group, self._names(len(self.param_groups) - 1))
-            if self._ready:
-                self._build()
+            self._build()
         except Exception:
             self.param_groups.pop()
             raise
@@ -131,31 +151,44 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _build(self) -> None:
         """Plan the step, agree on it with the other ranks, make state, compile if asked to."""
+        draft, fault = None, None
+        try:
+            draft = self._draft()
+        except Exception as error:  # not alone: the other ranks wait for this one
+            fault = error
+        handles = agree(self._sides(), self._facts(), fault)
+        assert draft is not None
+        self._make_state()
+        program = None if draft.plan is None else self._bind(draft, draft.plan, handles)
+        built = _Built(
+            self._key(), program, draft.matrices, draft.group_of, draft.elementwise, None
+        )
+        self._built = replace(built, traced=_compiled(built, self._settings["compile"]))
+
+    def _draft(self) -> _Draft:
+        """Check the groups and plan the step; no communication."""
+        for number, group in enumerate(self.param_groups):
+            check_group(group, self._names(number))
         specs: list[ParamSpec] = []
         matrices: list[Tensor] = []
         group_of: list[int] = []
         elementwise: list[_Elementwise] = []
         chosen: list[int] = []
         for number, group in enumerate(self.param_groups):
+            present = self._present(number)
             if group["algorithm"] in ELEMENT_ALGORITHMS:
-                elementwise.append(_Elementwise(number, group["params"], element_rule_of(group)))
+                params = [p for _, p in present]
+                elementwise.append(_Elementwise(number, params, element_rule_of(group)))
                 continue
             chosen.append(number)
             reading = reading_of(group)
-            for name, p in zip(self._names(number), group["params"], strict=True):
+            for name, p in present:
                 layout = layout_of(p, process_group=self._process_group, name=name)
                 specs.append(ParamSpec(name, layout, reading, len(chosen) - 1, p.dtype))
                 matrices.append(p)
                 group_of.append(number)
-        program = self._program(specs, matrices, chosen) if specs else None
-        self._make_state(matrices, group_of, elementwise)
-        built = _Built(self._key(), program, matrices, group_of, elementwise, None)
-        traced = _compiled(built, self._settings["compile"])
-        self._built = _Built(built.key, program, matrices, group_of, elementwise, traced)
-
-    def _program(
-        self, specs: list[ParamSpec], matrices: list[Tensor], chosen: list[int]
-    ) -> Program:
+        if not specs:
+            return _Draft(matrices, group_of, elementwise, None, (), [])
         groups = [self.param_groups[number] for number in chosen]
         made, rules, came_from = plan_for(
             specs,
@@ -164,33 +197,60 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             [cost_of(group) for group in groups],
             bucket_bytes=self._settings["bucket_bytes"],
             wire=self._settings["wire"],
+            balance=self._settings["balance"],
         )
-        handles = [domain_group(p, self._process_group) for p in matrices]
-        check_agreement(made, handles)
+        hyper_of = [chosen[number] for number in came_from]
+        return _Draft(matrices, group_of, elementwise, made, rules, hyper_of)
+
+    def _present(self, number: int) -> list[tuple[str, Tensor]]:
+        """A group's parameters by name, without those on meshes that exclude this rank."""
+        named = zip(self._names(number), self.param_groups[number]["params"], strict=True)
+        return [(name, p) for name, p in named if takes_part(p)]
+
+    def _sides(self) -> dict[Ranks, Callable[[], Any]]:
+        """The sets of ranks over which this rank shares parameters, and how to get their groups."""
+        tensors: dict[Ranks, list[Tensor]] = {}
+        for number in range(len(self.param_groups)):
+            for _, p in self._present(number):
+                tensors.setdefault(ranks_of(p, self._process_group), []).append(p)
+        return {
+            ranks: partial(group_over, found, self._process_group)
+            for ranks, found in tensors.items()
+            if len(ranks) > 1
+        }
+
+    def _facts(self) -> dict[Ranks, list[str]]:
+        """What the ranks must agree on, by the set of ranks that a parameter lies over."""
+        settings = [f"{key}={value}" for key, value in self._settings.items() if key != "compile"]
+        facts: dict[Ranks, list[str]] = {}
+        for number, group in enumerate(self.param_groups):
+            options = {name: group.get(name) for name in _AGREED}
+            for name, p in self._present(number):
+                found = facts.setdefault(ranks_of(p, self._process_group), list(settings))
+                found.extend(facts_about(name, p, options))
+        return facts
+
+    def _bind(self, draft: _Draft, made: Plan, handles: dict[Ranks, Any]) -> Program:
+        found = [handles.get(ranks_of(p, self._process_group)) for p in draft.matrices]
         return bind(
             made,
-            rules,
-            [chosen[number] for number in came_from],
-            rank=_global_rank(handles),
-            devices=[local(p).device for p in matrices],
-            group_names=[None if handle is None else handle.group_name for handle in handles],
+            draft.rules,
+            draft.hyper_of,
+            rank=this_rank(),
+            devices=[local(p).device for p in draft.matrices],
+            group_names=[None if handle is None else handle.group_name for handle in found],
         )
 
-    def _make_state(
-        self, matrices: list[Tensor], group_of: list[int], elementwise: list[_Elementwise]
-    ) -> None:
+    def _make_state(self) -> None:
         """State exists from the start, with the parameters' placements; what is there stays."""
-        for p, number in zip(matrices, group_of, strict=True):
-            rule = rule_of(self.param_groups[number])
-            for name, kind in rule.state.items():
-                if name not in self.state[p]:
-                    reading = reading_of(self.param_groups[number])
-                    self.state[p][name] = _zeros(p, kind, bool(reading.flatten))
-        for group in elementwise:
-            for p in group.params:
-                for name, kind in group.rule.state.items():
+        for group in self.param_groups:
+            elementwise = group["algorithm"] in ELEMENT_ALGORITHMS
+            rule = element_rule_of(group) if elementwise else rule_of(group)
+            flatten = not elementwise and bool(reading_of(group).flatten)
+            for p in group["params"]:
+                for name, kind in rule.state.items():
                     if name not in self.state[p]:
-                        self.state[p][name] = _zeros(p, kind, flatten=False)
+                        self.state[p][name] = _zeros(p, kind, flatten)
 
     @property
     def plan(self) -> Plan | None:
@@ -217,8 +277,6 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         built = self._built
         assert built is not None
         if not torch.compiler.is_compiling() and built.key != self._key():
-            for number, group in enumerate(self.param_groups):
-                check_group(group, self._names(number))
             self._build()
             built = self._built
             assert built is not None
@@ -374,12 +432,6 @@ def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     return local(aligned(gradient, parameter))
-
-
-def _global_rank(handles: Sequence[Any]) -> int:
-    if all(handle is None for handle in handles):
-        return 0
-    return torch.distributed.get_rank()
 
 
 def _scalar_tensor(hypers: list[dict[str, Any]], device: torch.device) -> Tensor:

@@ -27,28 +27,28 @@ def mul(tensors: Sequence[Tensor], factor: float | Tensor | Sequence[float]) -> 
         [tensor([2.]), tensor([3.])]
     """
     if not _transformed():
-        return list(torch._foreach_mul(list(tensors), factor))  # type: ignore[arg-type]
+        return list(torch._foreach_mul(list(tensors), factor))
     if isinstance(factor, (Tensor, float, int)):
         return [x * factor for x in tensors]
     return [x * number for x, number in zip(tensors, factor, strict=True)]
 
 
 def add(left: Sequence[Tensor], right: Sequence[Tensor], *, alpha: float = 1.0) -> list[Tensor]:
-    """left + alpha·right."""
+    """Sums, left + alpha·right."""
     if not _transformed():
         return list(torch._foreach_add(list(left), list(right), alpha=alpha))
     return [torch.add(x, y, alpha=alpha) for x, y in zip(left, right, strict=True)]
 
 
 def sub(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:
-    """left − right."""
+    """Differences, left − right."""
     if not _transformed():
         return list(torch._foreach_sub(list(left), list(right)))
     return [x - y for x, y in zip(left, right, strict=True)]
 
 
 def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """start + weight·(end − start)."""
+    """Linear interpolation, start + weight·(end − start)."""
     if not _transformed():
         return list(torch._foreach_lerp(list(start), list(end), weight))
     return [torch.lerp(x, y, weight) for x, y in zip(start, end, strict=True)]

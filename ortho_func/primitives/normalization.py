@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.roots import sqrt
 
 __all__ = ["normalize_rows"]
 
@@ -38,10 +39,10 @@ def normalize_rows(
     square = o.float().square() if o.dtype.itemsize < 4 else o.square()
     mean = square.mean(dim=-1)
     variance = variance + (1 - beta2) * (mean - variance)
-    inverse = 1 / (variance.sqrt() + eps)
+    inverse = 1 / (sqrt(variance) + eps)
     before = mean.sum(dim=-1, keepdim=True)
     after = (mean * inverse.square()).sum(dim=-1, keepdim=True)
     tiny = torch.finfo(mean.dtype).tiny
-    keep = (before / after.clamp_min(tiny)).sqrt()
+    keep = sqrt(before / after.clamp_min(tiny))
     factor = torch.where(mean > 0, inverse, 0) * keep
     return (o * factor.unsqueeze(-1)).to(o.dtype), variance

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ortho_func.coefficients import SCHEDULE_NAMES, Schedule, Step
 from ortho_func.coefficients import schedule as find_schedule
+from ortho_func.primitives.roots import sqrt
 
 ScheduleLike = str | Schedule | Sequence[Step]
 
@@ -356,10 +357,10 @@ def _largest_eigenvalue_bound(a_BMM: Tensor, a2_BMM: Tensor) -> Tensor:
     Schatten-8 norm of X, squared. With ``r = x^2 - u*x`` it solves to
     ``lambda_1 <= u/2 + sqrt(u^2/4 + |A^2 - uA|_F)``, tighter for a flat spectrum.
     """
-    u = _BOUND_ZERO * _norm(a2_BMM).sqrt()
+    u = _BOUND_ZERO * sqrt(_norm(a2_BMM))
     residual = _norm(torch.addcmul(a2_BMM, a_BMM, u, value=-1))
     half = u / 2
-    return _nonzero(half + (half * half + residual).sqrt())
+    return _nonzero(half + sqrt(half * half + residual))
 
 
 # --- the iterations ----------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""A program's step as a pure function: results are collected, not written."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
+from ortho_func.algorithms.rule import Hyper, MatrixRule
+from ortho_func.geometry import this_rank
+from ortho_func.plan import Plan
+from ortho_func.primitives.orthogonalize import Orthogonalizer, flops
+from ortho_func.routing import Entry
+
+__all__ = ["program_of", "shard_step"]
+
+
+def program_of(made: Plan, rule: MatrixRule) -> Program:
+    """The plan's parameters planned again for a rule and bound to this process.
+
+    Python arithmetic and index tables: done once, where a transform is built, never in a trace.
+    """
+    if len(made.places) != len(made.params):
+        raise ValueError("plan= takes what ortho_func.plan(params) returns.")
+    planned, rules, hyper_of = plan_for(
+        [replace(spec, group=0) for spec in made.params],
+        [rule],
+        [made.groups[0].wire_dtype],
+        [_cost_of(rule)],
+        bucket_bytes=made.bucket_bytes,
+        wire=made.wire,
+        balance=made.balance,
+    )
+    return bind(
+        replace(planned, places=made.places),
+        rules,
+        hyper_of,
+        rank=this_rank(),
+        devices=[place.device for place in made.places],
+        group_names=[place.group for place in made.places],
+    )
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What one matrix costs to orthogonalize; a hashable function."""
+
+    share: float
+    method: str
+    steps: int | None
+
+    def __call__(self, rows: int, cols: int) -> float:
+        return self.share * flops(rows, cols, method=self.method, steps=self.steps)
+
+
+def shard_step(
+    program: Program,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    state: Sequence[dict[str, Tensor]],
+    hyper: Hyper,
+) -> tuple[list[Tensor | None], list[dict[str, Tensor]]]:
+    """One step on this rank's shards; None for parameters without a gradient.
+
+    Arguments are by the plan's parameters. Every rank of the group must call it.
+    """
+    found = _Collected()
+    matrix_step(program, params, grads, state, [hyper], found)
+    updates = [None if g is None else found.update(n) for n, g in enumerate(grads)]
+    new = [
+        {name: found.state(n, name, old) for name, old in s.items()} for n, s in enumerate(state)
+    ]
+    return updates, new
+
+
+def _cost_of(rule: MatrixRule) -> _Cost:
+    """By the rule's orthogonalizer; a callable counts as the default."""
+    share, one = float(getattr(rule, "fraction", 1.0)), rule.orthogonalizer
+    if isinstance(one, Orthogonalizer):
+        return _Cost(share, one.method, one.steps)
+    return _Cost(share, "auto", None)
+
+
+class _Collected:
+    """A sink that keeps results by parameter and, of a stack in several buckets, by part."""
+
+    def __init__(self) -> None:
+        self.updates: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.states: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
+
+    def put_state(
+        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
+    ) -> None:
+        for entry, before, after in zip(entries, old, new, strict=True):
+            part = after.reshape(before.shape).to(before.dtype)
+            self.states[entry.item.param, name][entry.item.first] = part
+
+    def put_updates(
+        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
+    ) -> None:
+        for entry, update in zip(entries, updates, strict=True):
+            self.updates[entry.item.param][entry.item.first] = update
+
+    def update(self, param: int) -> Tensor:
+        return _joined(self.updates[param])
+
+    def state(self, param: int, name: str, old: Tensor) -> Tensor:
+        parts = self.states.get((param, name))
+        return old if parts is None else _joined(parts)
+
+
+def _joined(parts: dict[int, Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return torch.cat([parts[first] for first in sorted(parts)])

@@ -1,0 +1,193 @@
+"""Small transforms to chain before or after an algorithm, or to make one of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ortho_func.algorithms.transform import (
+    Hyperparameter,
+    Transform,
+    Tree,
+    checked,
+    elementwise,
+    first_step,
+    values_at,
+)
+from ortho_func.geometry import total
+from ortho_func.primitives import momentum as averages
+from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.scaling import widen
+
+__all__ = [
+    "CountState",
+    "TraceState",
+    "add_decayed_weights",
+    "clip_by_global_norm",
+    "momentum",
+    "scale",
+    "scale_by_schedule",
+    "stateless",
+]
+
+
+class CountState(NamedTuple):
+    """State of a transform that only counts."""
+
+    steps: Tensor  # steps done, 0-d int64
+
+
+class TraceState(NamedTuple):
+    """State of `momentum`."""
+
+    steps: Tensor  # steps done, 0-d int64
+    momentum_buffer: Tree  # M, like the parameters
+
+
+def stateless(function: Callable[[Tree], Tree]) -> Transform:
+    """A function of the gradients alone as a transform; its state is empty.
+
+    Example:
+        >>> tx = stateless(lambda grads: elementwise(torch.sign, grads))
+        >>> tx.update([torch.tensor([3.0, -2.0])], tx.init([]), None)[0]
+        [tensor([ 1., -1.])]
+    """
+
+    def update(
+        grads: Tree, state: Any, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, Any]:
+        return function(grads), state
+
+    return Transform(lambda params: (), update)
+
+
+def scale(factor: Scalar) -> Transform:
+    """Multiply by a number or a 0-d tensor: U = factor·G.
+
+    Example:
+        >>> scale(-0.1).update([torch.ones(1)], ())[0]
+        [tensor([-0.1000])]
+    """
+    return stateless(lambda grads: elementwise(lambda g: g * factor, grads))
+
+
+def scale_by_schedule(schedule: Callable[[Tensor], Scalar]) -> Transform:
+    """Multiply by a function of the number of steps done: U = schedule(t)·G.
+
+    Example:
+        >>> tx = scale_by_schedule(lambda step: -0.1 / (1 + step))
+        >>> _, state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
+        >>> tx.update([torch.ones(1)], state)[0]
+        [tensor([-0.0500])]
+    """
+
+    def update(
+        grads: Tree, state: CountState, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, CountState]:
+        factor = schedule(state.steps)
+        return elementwise(lambda g: g * factor, grads), CountState(state.steps + 1)
+
+    return Transform(lambda params: CountState(first_step(params)), update)
+
+
+def add_decayed_weights(weight_decay: Hyperparameter) -> Transform:
+    """Add decay before the learning rate: U = G + λX.
+
+    `weight_decay` is a number, a 0-d tensor or a schedule, and a keyword of `update`.
+
+    Raises:
+        ValueError: for a negative number.
+
+    Example:
+        >>> tx = add_decayed_weights(0.5)
+        >>> params = [torch.ones(1)]
+        >>> tx.update([torch.ones(1)], tx.init(params), params)[0]
+        [tensor([1.5000])]
+    """
+    hyper = checked({"weight_decay": weight_decay})
+
+    def update(
+        grads: Tree, state: CountState, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, CountState]:
+        decay = values_at(hyper, state.steps, given)["weight_decay"]
+        decayed = elementwise(lambda x, g: g + decay * widen(x), params, grads)
+        return decayed, CountState(state.steps + 1)
+
+    return Transform(lambda params: CountState(first_step(params)), update, frozenset(hyper))
+
+
+def momentum(beta: Hyperparameter = 0.95, *, nesterov: bool = False) -> Transform:
+    """Averaged gradients: M ← βM + (1 − β)G;  U = (1 − β)G + βM (Nesterov) or M.
+
+    `beta` is a number, a 0-d tensor or a schedule; `update` takes it as the keyword `momentum`.
+
+    Raises:
+        ValueError: for a number outside [0, 1).
+
+    Example:
+        >>> tx = momentum(0.5)
+        >>> updates, state = tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))
+        >>> updates, state.momentum_buffer
+        ([tensor([0.5000])], [tensor([0.5000])])
+    """
+    hyper = checked({"momentum": beta})
+
+    def update(
+        grads: Tree, state: TraceState, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, TraceState]:
+        value = values_at(hyper, state.steps, given)["momentum"]
+        old = state.momentum_buffer
+        new = elementwise(lambda m, g: averages.ema([m], [g], value)[0], old, grads)
+        ahead = new
+        if nesterov:
+            ahead = elementwise(lambda m, g: averages.nesterov([m], [g], value)[0], new, grads)
+        kept = _or_else(new, old)
+        return ahead, TraceState(state.steps + 1, kept)
+
+    def init(params: Tree) -> TraceState:
+        return TraceState(first_step(params), elementwise(torch.zeros_like, params))
+
+    return Transform(init, update, frozenset(hyper))
+
+
+def _or_else(tree: Tree, other: Tree) -> Tree:
+    """The first tree's leaves, and the other's where the first has None."""
+    leaves, spec = tree_flatten(tree)
+    chosen = [b if a is None else a for a, b in zip(leaves, spec.flatten_up_to(other), strict=True)]
+    return tree_unflatten(chosen, spec)
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Shrink all gradients by one factor so that their joint norm is at most `max_norm`.
+
+    U = G·min(1, max_norm/‖G‖), the norm over all leaves and all shards, in fp32 at least. With
+    DTensors that is one all-reduce of a number for each way in which leaves are sharded, and
+    every rank must have a gradient for the same leaves.
+
+    Raises:
+        ValueError: unless max_norm is positive.
+
+    Source: arXiv 1211.5063, algorithm 1.
+
+    Example:
+        >>> tx = clip_by_global_norm(1.0)
+        >>> tx.update([torch.tensor([3.0]), torch.tensor([4.0])], ())[0]
+        [tensor([0.6000]), tensor([0.8000])]
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}.")
+
+    def clip(grads: Tree) -> Tree:
+        found = [g for g in tree_flatten(grads)[0] if g is not None]
+        if not found:
+            return grads
+        norm = total(lambda shard: widen(shard).square().sum(), found).sqrt()
+        # Not max_norm/norm clamped to 1: that is NaN at zero.
+        factor = max_norm / norm.clamp_min(max_norm)
+        return elementwise(lambda g: (g * factor).to(g.dtype), grads)
+
+    return stateless(clip)

@@ -1,0 +1,196 @@
+"""Algorithms for what is no matrix as transforms: AdamW and Lion, on shards as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ortho_func.algorithms.adamw import adamw_step
+from ortho_func.algorithms.lion import lion_step
+from ortho_func.algorithms.transform import (
+    Hyperparameter,
+    Transform,
+    Tree,
+    checked,
+    first_step,
+    values_at,
+)
+from ortho_func.geometry import aligned, like, local
+from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.scaling import widen
+
+__all__ = ["AdamWState", "LionState", "adamw", "lion"]
+
+Tensors = list[Tensor]
+# From shards, their gradients, state by name and hyperparameters to updates and new state.
+Step = Callable[[Tensors, Tensors, list[Tensors], dict[str, Scalar]], tuple[Tensors, list[Tensors]]]
+
+
+class AdamWState(NamedTuple):
+    """State of `adamw`."""
+
+    steps: Tensor  # updates done, 0-d int64: what schedules see
+    leaf_steps: Tree  # of each parameter, 0-d fp32: fewer where gradients were None
+    exp_avg: Tree  # mean of the gradients, like the parameters
+    exp_avg_sq: Tree  # mean of their squares, like the parameters
+
+
+class LionState(NamedTuple):
+    """State of `lion`."""
+
+    steps: Tensor  # updates done, 0-d int64
+    momentum_buffer: Tree  # M, like the parameters
+
+
+def adamw(
+    lr: Hyperparameter = 1e-3,
+    weight_decay: Hyperparameter = 0.1,
+    *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    cautious: bool = False,
+) -> Transform:
+    """AdamW as a transform, for what is no matrix; the steps of ``torch.optim.AdamW``.
+
+    m ← β₁m + (1 − β₁)G;  v ← β₂v + (1 − β₂)G²;
+    U = −lr·(m/(1 − β₁ᵗ))/(√(v/(1 − β₂ᵗ)) + ε) − lr·λ·X
+
+    Args:
+        lr: a number, a 0-d tensor or a schedule, as in `muon`.
+        weight_decay: λ, likewise.
+        betas: β₁ and β₂.
+        eps: ε.
+        cautious: decay only where update and parameter agree in sign.
+
+    Returns:
+        A `Transform`; its state is an `AdamWState`. Leaves of any shape, DTensors included,
+        need no plan.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Source: arXiv 1711.05101, as in ``torch.optim.AdamW``.
+
+    Example:
+        >>> tx = adamw(lr=0.1, weight_decay=0.0)
+        >>> params = [torch.zeros(2)]
+        >>> tx.update([torch.tensor([3.0, -0.2])], tx.init(params), params)[0]
+        [tensor([-0.1000,  0.1000])]
+    """
+    pair = _betas(betas)
+
+    def step(
+        params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
+    ) -> tuple[Tensors, list[Tensors]]:
+        wide = [widen(x) for x in params]
+        new, averages, squares, counts = adamw_step(
+            wide, grads, state[1], state[2], state[0],
+            lr=hyper["lr"], weight_decay=hyper["weight_decay"], betas=pair, eps=eps,
+            cautious=cautious,
+        )  # fmt: skip
+        updates = [after - before for after, before in zip(new, wide, strict=True)]
+        return updates, [counts, averages, squares]
+
+    hyper = checked({"lr": lr, "weight_decay": weight_decay})
+    return _elementwise_transform(AdamWState, ("scalar", "param", "param"), step, hyper)
+
+
+def lion(
+    lr: Hyperparameter = 1e-4,
+    weight_decay: Hyperparameter = 0.1,
+    *,
+    betas: tuple[float, float] = (0.9, 0.99),
+    cautious: bool = False,
+) -> Transform:
+    """Lion, the sign of an interpolated momentum, as a transform.
+
+    U = −lr·sign(β₁M + (1 − β₁)G) − lr·λ·X;  M ← β₂M + (1 − β₂)G
+
+    Args:
+        lr: a number, a 0-d tensor or a schedule, as in `muon`.
+        weight_decay: λ, likewise.
+        betas: β₁ and β₂.
+        cautious: decay only where update and parameter agree in sign.
+
+    Returns:
+        A `Transform`; its state is a `LionState`. Leaves of any shape, DTensors included, need
+        no plan.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Source: arXiv 2302.06675, Algorithm 2.
+
+    Example:
+        >>> tx = lion(lr=0.1, weight_decay=0.0)
+        >>> params = [torch.zeros(2)]
+        >>> tx.update([torch.tensor([3.0, -0.2])], tx.init(params), params)[0]
+        [tensor([-0.1000,  0.1000])]
+    """
+    pair = _betas(betas)
+
+    def step(
+        params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
+    ) -> tuple[Tensors, list[Tensors]]:
+        updates, momenta = lion_step(
+            params, grads, state[0],
+            lr=hyper["lr"], weight_decay=hyper["weight_decay"], betas=pair, cautious=cautious,
+        )  # fmt: skip
+        return updates, [momenta]
+
+    hyper = checked({"lr": lr, "weight_decay": weight_decay})
+    return _elementwise_transform(LionState, ("param",), step, hyper)
+
+
+def _betas(betas: Sequence[float]) -> tuple[float, float]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}.")
+    return float(betas[0]), float(betas[1])
+
+
+def _elementwise_transform(
+    kind: Callable[..., Any],
+    shapes: Sequence[str],
+    step: Step,
+    hyper: Mapping[str, Hyperparameter],
+) -> Transform:
+    """A transform of an algorithm on shards: state of kind (steps, *trees)."""
+
+    def init(params: Tree) -> Any:
+        leaves, spec = tree_flatten(params)
+        trees = [tree_unflatten([_zeros(x, shape) for x in leaves], spec) for shape in shapes]
+        return kind(first_step(params), *trees)
+
+    def update(
+        grads: Tree, state: Any, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, Any]:
+        leaves, spec = tree_flatten(params)
+        found = spec.flatten_up_to(grads)
+        here = [n for n, g in enumerate(found) if g is not None]
+        old = [spec.flatten_up_to(tree) for tree in state[1:]]
+        moved, new = step(
+            [local(leaves[n]) for n in here],
+            [local(aligned(found[n], leaves[n])) for n in here],
+            [[local(trees[n]) for n in here] for trees in old],
+            values_at(hyper, state[0], given),
+        )
+        updates: list[Any] = [None] * len(leaves)
+        for n, u in zip(here, moved, strict=True):
+            updates[n] = like(leaves[n], u)
+        for trees, values in zip(old, new, strict=True):
+            for n, value in zip(here, values, strict=True):
+                trees[n] = like(trees[n], value)
+        after = [tree_unflatten(trees, spec) for trees in old]
+        return tree_unflatten(updates, spec), kind(state[0] + 1, *after)
+
+    return Transform(init, update, frozenset(hyper))
+
+
+def _zeros(parameter: Tensor, shape: str) -> Tensor:
+    if shape == "scalar":
+        return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
