@@ -98,8 +98,10 @@ class _Trip:
         assert buffer is not None
         if route.bucket.returns:
             buffer = wait(buffer)
-        wide = torch.promote_types(route.bucket.wire_dtype, torch.float32)
-        found = unload(route, buffer, dtype=wide)
+        dtype = route.bucket.wire_dtype
+        if buffer.device.type != "cpu":  # one cast of all; multi-tensor kernels want equal dtypes
+            dtype = torch.promote_types(dtype, torch.float32)
+        found = unload(route, buffer, dtype=dtype)
         self.buffer = None
         absorb(route, [main for main, _ in found], [sides for _, sides in found])
 

@@ -11,10 +11,11 @@ import hashlib
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ from ortho_func.trees import Readings, named_leaves, readings_of
 __all__ = ["Bucket", "Grid", "Matrix", "ParamSpec", "Place", "Plan", "Slab", "Travel", "plan"]
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+# On CPUs what is in flight should fit in the cache: benchmarks/buckets.py has the curve.
+CPU_BUCKET_BYTES = 8 * 1024 * 1024
 # Padding may cost this share of a bucket's bytes before exact splits are chosen instead.
 DENSE_WASTE = 0.01
 
@@ -55,6 +58,7 @@ class Travel:
     wire_dtype: torch.dtype = torch.bfloat16
     sides: tuple[str, ...] = ()
     fraction: float | None = None
+    local_dtype: torch.dtype | None = None  # of matrices that stay; None: the parameter's
     cost: Callable[[int, int], float] | None = None
 
     def flops(self, rows: int, cols: int) -> float:
@@ -227,7 +231,7 @@ def plan(
     readings: Readings | None = None,
     process_group: Any = None,
     wire_dtype: torch.dtype = torch.bfloat16,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     wire: Wire = "auto",
     balance: Balance = "cost",
 ) -> Plan:
@@ -241,7 +245,8 @@ def plan(
             of three or more dims.
         process_group: the group over which plain tensors are replicated (DDP).
         wire_dtype: the dtype in which matrices and results travel.
-        bucket_bytes: bound on what one rank has in flight in one exchange.
+        bucket_bytes: bound on what one rank has in flight in one exchange; by default 64 MiB, on CPUs
+            8 MiB.
         wire: "dense" pads pieces to equal size, "exact" sends what there is; "auto" takes dense
             where padding costs less than one per cent.
         balance: "cost" gives every rank equally much arithmetic; "uniform" gives every rank the
@@ -268,10 +273,20 @@ def plan(
         group = domain_group(leaf, process_group)
         places.append(Place(local(leaf).device, None if group is None else group.group_name))
     travel = Travel(wire_dtype=wire_dtype)
+    device = places[0].device if places else torch.device("cpu")
     made = build_plan(
-        tuple(specs), (travel,), bucket_bytes=bucket_bytes, wire=wire, balance=balance
+        tuple(specs),
+        (travel,),
+        bucket_bytes=default_bucket_bytes(device) if bucket_bytes is None else bucket_bytes,
+        wire=wire,
+        balance=balance,
     )
     return replace(made, places=tuple(places))
+
+
+def default_bucket_bytes(device: torch.device) -> int:
+    """The bound on what is in flight, if the user gives none."""
+    return CPU_BUCKET_BYTES if device.type == "cpu" else DEFAULT_BUCKET_BYTES
 
 
 def build_plan(
@@ -289,12 +304,12 @@ def build_plan(
         raise ValueError(f"wire must be 'auto', 'dense' or 'exact', got {wire!r}.")
     if balance not in ("cost", "uniform"):
         raise ValueError(f"balance must be 'cost' or 'uniform', got {balance!r}.")
-    by_domain: dict[Domain, list[int]] = defaultdict(list)
+    by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)  # meshes may share ranks
     for number, spec in enumerate(params):
         spec.reading.check(spec.layout.shape, spec.name)
-        by_domain[spec.layout.domain].append(number)
+        by_ranks[spec.layout.domain.ranks].append(number)
     buckets: list[Bucket] = []
-    for domain, numbers in by_domain.items():
+    for ranks, numbers in by_ranks.items():
         found = [
             (number, index, geometry)
             for number in numbers
@@ -308,17 +323,24 @@ def build_plan(
             groups[params[number].group].flops(geometry.rows, geometry.cols)
             for number, _, geometry in found
         ]
-        homes = [_home(geometry, domain.size) for _, _, geometry in found]
+        homes = [_home(geometry, len(ranks)) for _, _, geometry in found]
         if balance == "uniform":
-            classes = [(params[n].group, g.rows, g.cols) for n, _, g in found]
-            owners = deal_owners(classes, homes, domain.size)
+            classes = [
+                (params[n].layout.domain.mesh, params[n].group, g.rows, g.cols) for n, _, g in found
+            ]
+            owners = deal_owners(classes, homes, len(ranks))
         else:
-            owners = assign_owners(costs, homes, domain.size)
+            owners = assign_owners(costs, homes, len(ranks))
         owned = [
             Matrix(number, index, geometry, owner)
             for (number, index, geometry), owner in zip(found, owners, strict=True)
         ]
-        buckets += _buckets(params, groups, domain, owned, costs, bucket_bytes, wire)
+        cost_of = {(m.param, m.index): cost for m, cost in zip(owned, costs, strict=True)}
+        by_domain: dict[Domain, list[Matrix]] = defaultdict(list)
+        for number, members in groupby(owned, key=attrgetter("param")):
+            by_domain[params[number].layout.domain] += members
+        for domain, inside in by_domain.items():
+            buckets += _buckets(params, groups, domain, inside, cost_of, bucket_bytes, wire)
     if balance == "uniform":
         buckets = [_uniform(params, bucket) for bucket in buckets]
     return Plan(params, groups, bucket_bytes, wire, balance, tuple(buckets))
@@ -424,11 +446,9 @@ def assign_owners(costs: Sequence[float], homes: Sequence[int | None], world: in
     return free
 
 
-def deal_owners(
-    classes: Sequence[tuple[int, int, int]], homes: Sequence[int | None], world: int
-) -> list[int]:
+def deal_owners(classes: Sequence[Hashable], homes: Sequence[int | None], world: int) -> list[int]:
     """Deal each class of equal matrices to the ranks in turn; what is whole on a rank stays."""
-    dealt: dict[tuple[int, int, int], int] = defaultdict(int)
+    dealt: dict[Hashable, int] = defaultdict(int)
     owners = []
     for key, home in zip(classes, homes, strict=True):
         owners.append(dealt[key] % world if home is None else home)
@@ -478,11 +498,10 @@ def _buckets(
     groups: Sequence[Travel],
     domain: Domain,
     owned: Sequence[Matrix],
-    costs: Sequence[float],
+    cost_of: dict[tuple[int, int], float],
     bucket_bytes: int,
     wire: Wire,
 ) -> list[Bucket]:
-    cost_of = {(m.param, m.index): c for m, c in zip(owned, costs, strict=True)}
     holders = _Holders()
     by_param: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in owned:
@@ -541,7 +560,11 @@ def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:
 
 def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
     """The dtype of a bucket's buffers: nothing that stays on its rank is rounded for the wire."""
-    return spec.dtype if stays else travel.wire_dtype
+    if not stays:
+        return travel.wire_dtype
+    narrow = travel.local_dtype
+    # float64's range is more than a narrower dtype has before it is scaled
+    return narrow if narrow is not None and spec.dtype == torch.float32 else spec.dtype
 
 
 class _Holders:
@@ -684,14 +707,17 @@ def _common_grid(
     seen: set[Any] = set()
     for matrix in members:
         spec, geometry = params[matrix.param], matrix.geometry
-        key = (id(spec.layout), spec.layout.replicas[matrix.owner], id(geometry.pieces))
+        key = (id(spec.layout), None if gathers else matrix.owner, id(geometry.pieces))
         if key in seen:
             continue
         seen.add(key)
-        sources = spec.layout.sources(matrix.owner) if gathers else (matrix.owner,)
-        grid = grid_of(geometry, sources)
+        # Results go to every replica: their ranks must hold the cells in the same order.
+        replicas = spec.layout.replicas
+        owners = sorted({replicas.index(r) for r in replicas}) if gathers else [matrix.owner]
+        grids = {grid_of(geometry, spec.layout.sources(r) if gathers else (r,)) for r in owners}
+        grid = grids.pop()
         blocks = len(spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1]))
-        if grid is None or (found is not None and grid != found):
+        if grid is None or grids or (found is not None and grid != found):
             return None
         padded = grid.row_parts > 1 or grid.cols * grid.col_parts > geometry.cols
         if blocks > 1 and padded:

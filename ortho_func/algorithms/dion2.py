@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State, Step
 from ortho_func.plan import Travel, slice_count
 from ortho_func.primitives.momentum import Scalar, heavy_ball
 from ortho_func.primitives.selection import (
@@ -51,6 +51,10 @@ class Dion2Rule(MatrixRule):
         if cut is None or self.selection == "global":
             return self
         return LocalDion2Rule(**fields_of(self), dim=-2 if cut == "row" else -1)
+
+    def travel(self, **common: Any) -> Travel:
+        """Whole matrices, unrounded where they stay: their norms are compared."""
+        return Travel(algorithm=self.name, sides=self.sides, **common)
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
@@ -82,11 +86,11 @@ class Dion2Rule(MatrixRule):
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
+    ) -> tuple[Step, State]:
         """Step, and decay the momentum of the slices that were selected."""
         masks = [spread_side(side[0], frame, 0) for side, frame in zip(sides, frames, strict=True)]
         state = {"momentum_buffer": decay_selected(emission.carry, masks, hyper, frames)}
-        return self.descend(params, results, hyper, frames), state
+        return self.descend(results, hyper, frames), state
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class LocalDion2Rule(Dion2Rule):
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
+    ) -> tuple[Step, State]:
         """Put the slices where they came from."""
         momenta, chosen = emission.carry
         directions, masks = [], []
@@ -137,7 +141,7 @@ class LocalDion2Rule(Dion2Rule):
             directions.append(scatter_slices(result, index, self.dim, extent))
             masks.append(slice_mask(index, extent).unsqueeze(-1 if self.dim == -2 else -2))
         state = {"momentum_buffer": decay_selected(momenta, masks, hyper, frames)}
-        return self.descend(params, directions, hyper, frames), state
+        return self.descend(directions, hyper, frames), state
 
 
 def fields_of(rule: MatrixRule) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.dion2 import Dion2Rule, decay_selected, fields_of, spread_side
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, State
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, State, Step
 from ortho_func.plan import Travel, slice_count
 from ortho_func.primitives.momentum import heavy_ball
 from ortho_func.primitives.normalization import normalize_rows
@@ -86,7 +86,7 @@ class Dion3Rule(Dion2Rule):
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
+    ) -> tuple[Step, State]:
         """Step, decay the momentum of the selected rows; V is what came back."""
         momenta, shapes = emission.carry
         masks = [spread_side(side[1], frame, 1) for side, frame in zip(sides, frames, strict=True)]
@@ -94,7 +94,7 @@ class Dion3Rule(Dion2Rule):
             "momentum_buffer": decay_selected(momenta, masks, hyper, frames),
             "row_variance": [s[0].reshape(shape) for s, shape in zip(sides, shapes, strict=True)],
         }
-        return self.descend(params, results, hyper, frames), state
+        return self.descend(results, hyper, frames), state
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LocalDion3Rule(Dion3Rule):
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
+    ) -> tuple[Step, State]:
         """Put rows and their V where they came from."""
         momenta, chosen, variances = emission.carry
         directions, masks, kept = [], [], []
@@ -153,4 +153,4 @@ class LocalDion3Rule(Dion3Rule):
             "momentum_buffer": decay_selected(momenta, masks, hyper, frames),
             "row_variance": kept,
         }
-        return self.descend(params, directions, hyper, frames), state
+        return self.descend(directions, hyper, frames), state

@@ -14,6 +14,7 @@ from ortho_func.algorithms.rule import Hyper, MatrixRule
 from ortho_func.geometry import this_rank
 from ortho_func.plan import Plan
 from ortho_func.primitives.orthogonalize import Orthogonalizer, flops
+from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Entry
 
 __all__ = ["program_of", "shard_step"]
@@ -104,6 +105,9 @@ class _Collected:
     ) -> None:
         for entry, update in zip(entries, updates, strict=True):
             self.updates[entry.item.param][entry.item.first] = update
+
+    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
+        self.put_updates(entries, params, descent.updates(params))
 
     def update(self, param: int) -> Tensor:
         return _joined(self.updates[param])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ortho_func.algorithms.rule import Frame, Hyper, MatrixRule
 from ortho_func.geometry import Reading
 from ortho_func.pipeline import in_batches
-from ortho_func.primitives.scaling import lr_scale
+from ortho_func.primitives.scaling import Descent, lr_scale
 from ortho_func.wire import Sided
 
 __all__ = ["local_step"]
@@ -37,7 +37,8 @@ def local_step(
     sent = rule.emit(list(grads), old, hyper, frames)
     found = _whole(rule, sent.shards, sent.sides, frames, hyper)
     results, sides = [main for main, _ in found], [side for _, side in found]
-    updates, absorbed = rule.absorb(list(params), results, sides, sent, hyper, frames)
+    step, absorbed = rule.absorb(list(params), results, sides, sent, hyper, frames)
+    updates = step.updates(params) if isinstance(step, Descent) else step
     new = {**old, **sent.state, **absorbed}
     return updates, [{name: new[name][n] for name in rule.state} for n in range(len(params))]
 

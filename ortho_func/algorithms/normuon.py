@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ortho_func.algorithms.muon import MuonRule
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, State
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, State, Step
 from ortho_func.primitives.normalization import normalize_rows
 
 __all__ = ["NorMuonRule"]
@@ -62,9 +62,9 @@ class NorMuonRule(MuonRule):
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
+    ) -> tuple[Step, State]:
         """Muon's step; V is what came back."""
         variances = [
             side[0].reshape(shape) for side, shape in zip(sides, emission.carry, strict=True)
         ]
-        return self.descend(params, results, hyper, frames), {"row_variance": variances}
+        return self.descend(results, hyper, frames), {"row_variance": variances}

@@ -16,7 +16,7 @@ from torch import Tensor
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
 from ortho_func.pipeline import run
 from ortho_func.plan import Balance, Matrix, ParamSpec, Plan, Travel, Wire, build_plan, local_cut
-from ortho_func.primitives.scaling import lr_scale
+from ortho_func.primitives.scaling import Descent, lr_scale
 from ortho_func.routing import Batch, Entry, Route, routes
 
 __all__ = ["Program", "Sink", "bind", "matrix_step", "plan_for"]
@@ -34,6 +34,9 @@ class Sink(Protocol):
         self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
     ) -> None:
         """What to add to these entries' parameters."""
+
+    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
+        """A step of these entries' parameters, not yet taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,12 +284,14 @@ class _Active:
         present: Tensor | None,
     ) -> None:
         old = self.views(params)
-        updates, new = self.rule.absorb(old, results, sides, sent, hyper, self.frames)
-        if present is not None:
-            updates = [
-                torch.where(m, u, 0) for m, u in zip(self.masks(present), updates, strict=True)
-            ]
-        if self.entries:
+        step, new = self.rule.absorb(old, results, sides, sent, hyper, self.frames)
+        if isinstance(step, Descent) and present is None:
+            sink.descend(self.entries, old, step)
+        else:
+            updates = step.updates(old) if isinstance(step, Descent) else step
+            if present is not None:
+                masks = self.masks(present)
+                updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             sink.put_updates(self.entries, old, updates)
         before = {name: self.state(state, name) for name in new}
         self.put_state(before, new, sink, present)

@@ -16,11 +16,12 @@ from torch import Tensor
 from ortho_func.plan import Travel
 from ortho_func.primitives.momentum import Scalar
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
-from ortho_func.primitives.scaling import step_updates
+from ortho_func.primitives.scaling import Descent
 
-__all__ = ["Emission", "Frame", "Hyper", "MatrixRule", "State"]
+__all__ = ["Emission", "Frame", "Hyper", "MatrixRule", "State", "Step"]
 
 Hyper = Mapping[str, Scalar]
+Step = Descent | list[Tensor]
 State = dict[str, list[Tensor]]
 
 
@@ -70,7 +71,12 @@ class MatrixRule:
 
     def travel(self, **common: Any) -> Travel:
         """What travels for this rule, as the plan needs to know it."""
-        return Travel(algorithm=self.name, sides=self.sides, **common)
+        return Travel(
+            algorithm=self.name,
+            sides=self.sides,
+            local_dtype=getattr(self.orthogonalizer, "input_dtype", None),
+            **common,
+        )
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
@@ -92,23 +98,16 @@ class MatrixRule:
         emission: Emission,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> tuple[list[Tensor], State]:
-        """What to add to each parameter, and new state."""
-        return self.descend(params, results, hyper, frames), {}
+    ) -> tuple[Step, State]:
+        """What to add to each parameter, or a descent that says it; and new state."""
+        return self.descend(results, hyper, frames), {}
 
     def descend(
         self,
-        params: list[Tensor],
         directions: list[Tensor],
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> list[Tensor]:
+    ) -> Descent:
         """−lr·s·U − lr·λ·X."""
-        return step_updates(
-            params,
-            directions,
-            lr=hyper["lr"],
-            weight_decay=hyper["weight_decay"],
-            scales=[frame.scale for frame in frames],
-            cautious=self.cautious,
-        )
+        scales = [frame.scale for frame in frames]
+        return Descent(directions, hyper["lr"], hyper["weight_decay"], scales, self.cautious)

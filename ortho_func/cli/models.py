@@ -17,6 +17,7 @@ from ortho_func.geometry import Reading
 __all__ = ["MODELS", "Model", "Weight", "find_model"]
 
 SPLITS = ("column", "row", "none")
+STACKED = Reading(flatten=False)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     split: str = "column"
-    reading: Reading = Reading(flatten=False)
+    reading: Reading = STACKED
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -215,7 +216,7 @@ def _repeated(
     shape: tuple[int, ...],
     count: int,
     split: str = "column",
-    reading: Reading = Reading(flatten=False),
+    reading: Reading = STACKED,
 ) -> list[Weight]:
     if count == 1:
         return [Weight(name, shape, split, reading)]

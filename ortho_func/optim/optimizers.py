@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.optim.shell import OrthogonalOptimizer
-from ortho_func.plan import DEFAULT_BUCKET_BYTES, Balance, Wire
+from ortho_func.plan import Balance, Wire
 
 __all__ = ["Dion2", "Dion3", "Muon", "NorMuon"]
 
@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
     wire_dtype: torch.dtype
     compute_dtype: torch.dtype
     process_group: Any
-    bucket_bytes: int
+    bucket_bytes: int | None
     wire: Wire
     balance: Balance
     compile: bool | dict[str, Any]
@@ -65,7 +65,8 @@ class Muon(OrthogonalOptimizer):
         wire_dtype: dtype in which matrices travel between ranks.
         compute_dtype: dtype in which they are orthogonalized.
         process_group: for plain tensors that are replicated over it (DDP).
-        bucket_bytes: bound on what a rank has in flight in one exchange.
+        bucket_bytes: bound on what a rank has in flight in one exchange; by default 64 MiB, on
+            CPUs 8 MiB.
         wire: "auto", "dense" or "exact": how pieces lie on the wire; results are the same.
         balance: "cost", every rank does equally much arithmetic; or "uniform", every rank has the
             same batch of every shape, filled up with zero matrices, and so the same graph: for
@@ -103,7 +104,7 @@ class Muon(OrthogonalOptimizer):
         wire_dtype: torch.dtype = torch.bfloat16,
         compute_dtype: torch.dtype = torch.bfloat16,
         process_group: Any = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -169,17 +170,25 @@ def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
     return kind((float(first), float(second)), float(group["adam_eps"]), group["cautious"])
 
 
+@dataclass(frozen=True)
+class _Cost:
+    """What one matrix costs: a value, since plans are compared and pickled."""
+
+    method: str
+    steps: int | None
+    share: float
+
+    def __call__(self, rows: int, cols: int) -> float:
+        return self.share * flops(rows, cols, method=self.method, steps=self.steps)
+
+
 def cost_of(group: Mapping[str, Any]) -> Callable[[int, int], float]:
     """What one matrix costs by the group's orthogonalizer; a callable counts as the default."""
     method, steps = group["orthogonalizer"], group["ns_steps"]
     if not isinstance(method, str):
         method, steps = "auto", None
     share = group["fraction"] if group["algorithm"] in ("dion2", "dion3") else 1.0
-
-    def cost(rows: int, cols: int) -> float:
-        return share * flops(rows, cols, method=method, steps=steps)
-
-    return cost
+    return _Cost(method, steps, share)
 
 
 def reading_of(group: Mapping[str, Any]) -> Reading:

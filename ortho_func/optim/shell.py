@@ -37,7 +37,8 @@ from ortho_func.optim.options import (
     rule_of,
     static_key,
 )
-from ortho_func.plan import DEFAULT_BUCKET_BYTES, Balance, ParamSpec, Plan, Wire
+from ortho_func.plan import Balance, ParamSpec, Plan, Wire, default_bucket_bytes
+from ortho_func.primitives.scaling import Descent, descend_
 from ortho_func.routing import Entry
 
 __all__ = ["OrthogonalOptimizer"]
@@ -61,6 +62,9 @@ class _InPlace:
         self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
     ) -> None:
         torch._foreach_add_(params, updates)
+
+    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
+        descend_(params, descent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +109,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         algorithm: str,
         *,
         process_group: Any = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
@@ -195,12 +199,16 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             [rule_of(group) for group in groups],
             [group["wire_dtype"] for group in groups],
             [cost_of(group) for group in groups],
-            bucket_bytes=self._settings["bucket_bytes"],
+            bucket_bytes=self._bucket_bytes(matrices[0].device),
             wire=self._settings["wire"],
             balance=self._settings["balance"],
         )
         hyper_of = [chosen[number] for number in came_from]
         return _Draft(matrices, group_of, elementwise, made, rules, hyper_of)
+
+    def _bucket_bytes(self, device: torch.device) -> int:
+        asked: int | None = self._settings["bucket_bytes"]
+        return default_bucket_bytes(device) if asked is None else asked
 
     def _present(self, number: int) -> list[tuple[str, Tensor]]:
         """A group's parameters by name, without those on meshes that exclude this rank."""

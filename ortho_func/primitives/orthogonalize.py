@@ -187,6 +187,11 @@ class Orthogonalizer:
         _check_compute_dtype(self.compute_dtype)
         find_schedule(_schedule_name(self.method), self.steps)
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype to which input is cast before anything else; None if it is not."""
+        return None if self.method == "svd" else self.compute_dtype or torch.bfloat16
+
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonalized ``x``, ``[..., R, C]``."""
         return orthogonalize(
@@ -414,6 +419,15 @@ def _recentred(step: Step, centre: float) -> Step:
     )
 
 
+def _shifted(a_BMM: Tensor, centre: float) -> Tensor:
+    """``A - centre*I``, written into A where it is one's own and nothing traces it."""
+    if torch.compiler.is_compiling():  # inductor's lowering of a diagonal view warns
+        eye = torch.eye(a_BMM.shape[-1], dtype=a_BMM.dtype, device=a_BMM.device)
+        return a_BMM - centre * eye
+    a_BMM.diagonal(dim1=-2, dim2=-1).sub_(centre)
+    return a_BMM
+
+
 def _apply_step(x_BMN: Tensor, step: Step, centre: float) -> Tensor:
     """``X <- p(XX^T) X`` for one step."""
     gram = _product(x_BMN, x_BMN.mT)
@@ -421,7 +435,7 @@ def _apply_step(x_BMN: Tensor, step: Step, centre: float) -> Tensor:
         # Around its centre a polynomial of degree nine has small coefficients, so that rounding A
         # hurts little: around zero they are many times the result, fatal in bfloat16.
         step = _recentred(step, centre)
-        gram.diagonal(dim1=-2, dim2=-1).sub_(centre)
+        gram = _shifted(gram, centre)
     factor, weight = _factor_of(gram, step)
     return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from ortho_func.primitives import foreach
 from ortho_func.primitives.momentum import Scalar
 
-__all__ = ["ADJUST_LR", "lr_scale", "step_updates", "widen"]
+__all__ = ["ADJUST_LR", "Descent", "descend_", "lr_scale", "step_updates", "widen"]
 
 ADJUST_LR: dict[str | None, Callable[[int, int], float]] = {
     # Jordan 2024, https://kellerjordan.github.io/posts/muon/
@@ -88,6 +90,50 @@ def step_updates(
     if weight_decay == 0.0:
         return steps
     return foreach.add(steps, decayed, alpha=-lr * weight_decay)
+
+
+class Descent(NamedTuple):
+    """A step not yet taken: directions U of parameters X, and how far, −lr·s·U − lr·λ·X."""
+
+    directions: list[Tensor]
+    lr: Scalar
+    weight_decay: Scalar
+    scales: list[float | Tensor]
+    cautious: bool = False
+
+    def updates(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """What to add to the parameters; see `step_updates`."""
+        return step_updates(
+            params,
+            self.directions,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            scales=self.scales,
+            cautious=self.cautious,
+        )
+
+
+def descend_(params: Sequence[Tensor], descent: Descent) -> None:
+    """Take a step in place, without temporaries where one rounding or two make no difference."""
+    plain = not (
+        descent.cautious
+        or isinstance(descent.lr, Tensor)
+        or isinstance(descent.weight_decay, Tensor)
+        or any(isinstance(scale, Tensor) for scale in descent.scales)
+        or any(x.dtype.itemsize < 4 for x in params)
+    )
+    if not plain:
+        torch._foreach_add_(list(params), descent.updates(params))
+        return
+    if descent.weight_decay:
+        torch._foreach_mul_(list(params), 1 - descent.lr * descent.weight_decay)
+    by_scale: dict[float | Tensor, list[int]] = defaultdict(list)
+    for number, scale in enumerate(descent.scales):
+        by_scale[scale].append(number)
+    for scale, numbers in by_scale.items():
+        moved = [params[n] for n in numbers]
+        along = [descent.directions[n].reshape(params[n].shape) for n in numbers]
+        torch._foreach_add_(moved, along, alpha=-descent.lr * scale)
 
 
 def widen(x: Tensor) -> Tensor:

@@ -1,0 +1,45 @@
+# Every target sets up what it needs: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# One thread a rank: two ranks fill two cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv demo sweep test lint bench docs clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev,examples]'
+	touch $@
+
+# Train a small GPT on two ranks. ARGS='--optimizer muon --steps 100' passes options on.
+demo: venv
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py $(ARGS)
+
+# Run the learning-rate sweep of examples/README.md again.
+sweep: venv
+	$(BIN)/python examples/sweep.py $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: venv
+	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" || exit; done
+
+docs: venv mkdocs.yml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) runs site dist .pytest_cache .mypy_cache .ruff_cache

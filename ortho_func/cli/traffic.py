@@ -1,0 +1,167 @@
+"""What every rank sends, receives and computes in a plan: one vector over the ranks each.
+
+Matrices whose pieces lie alike are counted together, so that plans of thousands of ranks and
+tens of thousands of matrices take a second, not an hour.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ortho_func.geometry import Layout, MatrixGeometry, Piece
+from ortho_func.plan import Bucket, Matrix, Plan, Slab
+
+__all__ = ["Exchange", "Peers", "exchanges", "least_bytes"]
+
+VALUE_BYTES = 4  # of one value of a side vector, fp32
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange of a bucket: bytes in each rank's buffers, by rank.
+
+    `kept` is the part of a rank's buffer that it sends to itself: it never reaches the wire.
+    """
+
+    sent: Tensor
+    received: Tensor
+    kept: Tensor
+
+    @classmethod
+    def empty(cls, ranks: int) -> Exchange:
+        """An exchange in which nothing is sent."""
+        zeros = [torch.zeros(ranks, dtype=torch.int64) for _ in range(3)]
+        return cls(*zeros)
+
+    def add_(self, sizes: Tensor, owners: Tensor, *, home: bool) -> None:
+        """Add one matrix of each of `owners`: from all ranks to it, or from it home."""
+        spread, gathered = (self.received, self.sent) if home else (self.sent, self.received)
+        spread += len(owners) * sizes
+        gathered.index_add_(0, owners, sizes.sum().expand(len(owners)))
+        self.kept.index_add_(0, owners, sizes[owners])
+
+    @property
+    def wire(self) -> Tensor:
+        """By rank, the larger of the bytes that it sends to and gets from others."""
+        return torch.maximum(self.sent, self.received) - self.kept
+
+    @property
+    def total(self) -> int:
+        """Bytes that cross between ranks."""
+        return int((self.sent - self.kept).sum())
+
+
+@dataclass
+class Peers:
+    """Which ranks exchange anything with which, over a whole plan."""
+
+    ranks: int
+    pairs: Tensor = field(init=False)  # [owner, other]
+
+    def __post_init__(self) -> None:
+        self.pairs = torch.zeros(self.ranks, self.ranks, dtype=torch.bool)
+
+    def add_(self, owners: Tensor, others: Tensor) -> None:
+        """Every one of `owners` exchanges with the ranks where `others` is True."""
+        self.pairs[owners.unique()] |= others
+
+    def counts(self) -> Tensor:
+        """By rank, how many others it exchanges anything with."""
+        both = self.pairs | self.pairs.T
+        both.fill_diagonal_(False)
+        return both.sum(dim=1)
+
+
+def exchanges(made: Plan, bucket: Bucket, peers: Peers | None = None) -> tuple[Exchange, Exchange]:
+    """Both exchanges of a bucket."""
+    ranks = bucket.domain.size
+    out, home = Exchange.empty(ranks), Exchange.empty(ranks)
+    for slab in bucket.slabs:
+        for layout, geometry, replica, owners in _alike(made, slab, ranks):
+            inside = torch.tensor(layout.replicas) == replica
+            sizes = _sizes(made, bucket, slab, geometry, home=True)
+            if bucket.returns:
+                home.add_(sizes, owners, home=True)
+            if bucket.gathers:
+                gathered = _sizes(made, bucket, slab, geometry, home=False) * inside
+                out.add_(gathered, owners, home=False)
+            if peers is not None and not bucket.local:
+                peers.add_(owners, sizes > 0)
+    return out, home
+
+
+def _alike(made: Plan, slab: Slab, ranks: int) -> list[tuple[Layout, MatrixGeometry, int, Tensor]]:
+    """Matrices with the same pieces whose owners are of one replica, and these owners."""
+    found: dict[tuple[int, int, int], list[Matrix]] = defaultdict(list)
+    for matrix in slab.members:
+        layout = made.params[matrix.param].layout
+        key = (id(layout), id(matrix.geometry.pieces), layout.replicas[matrix.owner])
+        found[key].append(matrix)
+    out = []
+    for (_, _, replica), members in found.items():
+        layout = made.params[members[0].param].layout
+        owners = torch.tensor([matrix.owner for matrix in members])
+        out.append((layout, members[0].geometry, replica, owners))
+    return out
+
+
+def _sizes(
+    made: Plan, bucket: Bucket, slab: Slab, geometry: MatrixGeometry, *, home: bool
+) -> Tensor:
+    """By rank, the bytes of its slot of one matrix, side values included."""
+    kinds = [
+        ("row" if slab.rows <= slab.cols else "col") if kind == "slice" else kind
+        for kind in made.groups[slab.group].sides
+    ]
+    itemsize = bucket.wire_dtype.itemsize
+    if slab.grid is not None and (bucket.gathers or not home):
+        rows, cols = slab.grid.rows, slab.grid.cols
+        values = sum(rows if kind == "row" else cols for kind in kinds)
+        return torch.full((bucket.domain.size,), rows * cols * itemsize + values * VALUE_BYTES)
+    sizes = torch.zeros(bucket.domain.size, dtype=torch.int64)
+    held: Sequence[Piece] = (*geometry.pieces, *geometry.edges)
+    sides = [sum(_values(piece, kind, home) for kind in kinds) for piece in held]
+    amounts = [p.numel * itemsize + n * VALUE_BYTES for p, n in zip(held, sides, strict=True)]
+    sizes[[piece.rank for piece in held]] = torch.tensor(amounts)
+    return sizes
+
+
+def _values(piece: Piece, kind: str, home: bool) -> int:
+    """Side values that come with a piece; on the way out one of those that hold them speaks."""
+    along, across = (piece.rows, piece.col) if kind == "row" else (piece.cols, piece.row)
+    return along if home or across == 0 else 0
+
+
+def least_bytes(made: Plan) -> int:
+    """The least that any choice of owners must move: what an owner holds need not travel.
+
+    On even shards that is (1 - 1/S) of every matrix on the way out and (R - 1/S) on the way
+    home, for R replicas of S shards.
+    """
+    total = 0
+    known: dict[tuple[int, int], int] = {}
+    for bucket in made.buckets:
+        for slab in bucket.slabs:
+            for matrix in slab.members:
+                spec = made.params[matrix.param]
+                key = (id(spec.layout), id(matrix.geometry.pieces))
+                if key not in known:
+                    known[key] = _least(spec.layout, matrix.geometry.pieces)
+                total += known[key] * made.groups[spec.group].wire_dtype.itemsize
+    return total
+
+
+def _least(layout: Layout, pieces: Sequence[Piece]) -> int:
+    """Elements that move if the best placed of the holders owns the matrix."""
+    replicas: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        replicas[layout.replicas[piece.rank]] += piece.numel
+    everything = sum(replicas.values())
+    return min(
+        replicas[layout.replicas[piece.rank]] + everything - 2 * piece.numel for piece in pieces
+    )
