@@ -196,11 +196,14 @@ class Plan:
         return out
 
     def loads(self, domain: Domain | None = None) -> list[float]:
-        """The cost that each rank of a domain orthogonalizes (the first domain by default)."""
+        """The cost that each rank of a domain orthogonalizes (the first domain by default).
+
+        Includes that of other meshes over the same ranks: owners are chosen for all together.
+        """
         domain = domain or self.buckets[0].domain
         loads = [0.0] * domain.size
         for bucket in self.buckets:
-            if bucket.domain == domain:
+            if bucket.domain.ranks == domain.ranks:
                 for slab in bucket.slabs:
                     cost = self.groups[slab.group].flops(slab.rows, slab.cols)
                     for matrix in slab.members:
@@ -491,6 +494,7 @@ class _Atom(NamedTuple):
     members: tuple[Matrix, ...]
     stream: tuple[Any, ...]
     cost: float
+    share: float  # of the parameter that travels; all of it is worked on
 
 
 def _buckets(
@@ -547,7 +551,8 @@ def _atoms(
             any(t[1] for t in travels),
         )
         cost = max(cost_of[m.param, m.index] for m in inside)
-        yield _Atom(Item(number, first, last, len(ranges) == 1), inside, stream, cost)
+        item = Item(number, first, last, len(ranges) == 1)
+        yield _Atom(item, inside, stream, cost, travel.fraction or 1.0)
 
 
 def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:
@@ -593,7 +598,7 @@ class _Holders:
 
 
 def _fill(atoms: Iterable[_Atom], itemsize: int, cap: int) -> Iterable[list[_Atom]]:
-    """Cut a sequence of atoms so that no owner receives more than `cap` bytes at once.
+    """Cut a sequence of atoms so that no owner works on more than `cap` bytes at once.
 
     An owner's first atom counts as fitting: it cannot be cut, and matrices larger than the cap
     still share a bucket with those of other owners, which work on them at the same time.
@@ -603,7 +608,8 @@ def _fill(atoms: Iterable[_Atom], itemsize: int, cap: int) -> Iterable[list[_Ato
     for atom in atoms:
         adds: dict[int, int] = defaultdict(int)
         for matrix in atom.members:
-            adds[matrix.owner] += matrix.geometry.rows * matrix.geometry.cols * itemsize
+            size = matrix.geometry.rows * matrix.geometry.cols * itemsize
+            adds[matrix.owner] += int(size / atom.share)
         if any(received[owner] and received[owner] + size > cap for owner, size in adds.items()):
             yield chunk
             chunk, received = [], defaultdict(int)
@@ -713,7 +719,8 @@ def _common_grid(
         seen.add(key)
         # Results go to every replica: their ranks must hold the cells in the same order.
         replicas = spec.layout.replicas
-        owners = sorted({replicas.index(r) for r in replicas}) if gathers else [matrix.owner]
+        firsts = {r: rank for rank, r in reversed(list(enumerate(replicas)))}
+        owners = list(firsts.values()) if gathers else [matrix.owner]
         grids = {grid_of(geometry, spec.layout.sources(r) if gathers else (r,)) for r in owners}
         grid = grids.pop()
         blocks = len(spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1]))
@@ -765,7 +772,10 @@ def _fits(geometry: MatrixGeometry, grid: Grid, k: int, piece: Piece | None) -> 
 
 def _describe(made: Plan) -> str:
     total = sum(len(slab.members) for bucket in made.buckets for slab in bucket.slabs)
-    lines = [f"{len(made.params)} parameters, {total} matrices, {len(made.buckets)} buckets"]
+    count = len(made.buckets)
+    lines = [
+        f"{len(made.params)} parameters, {total} matrices, {count} bucket{'s' * (count != 1)}"
+    ]
     domains = dict.fromkeys(bucket.domain for bucket in made.buckets)
     for domain in domains:
         own = [bucket for bucket in made.buckets if bucket.domain == domain]
@@ -784,6 +794,7 @@ def _describe(made: Plan) -> str:
             f"    matrices a rank {min(busy)} to {max(busy)}; busiest rank "
             f"{max(loads) / mean if mean else 1:.3f} of the mean"
         )
+        lines += _owners_in_words(domain, own)
         wires = [wire_bytes(made, bucket) for bucket in own]
         for bucket, (out, back) in zip(own, wires, strict=True):
             how = "stays local" if bucket.local else "dense" if bucket.dense else "exact splits"
@@ -794,21 +805,46 @@ def _describe(made: Plan) -> str:
     return "\n".join(lines)
 
 
+def _owners_in_words(domain: Domain, buckets: Sequence[Bucket], most: int = 8) -> list[str]:
+    """What each of the first ranks owns."""
+    owned: list[dict[tuple[int, int], int]] = [defaultdict(int) for _ in range(domain.size)]
+    for bucket in buckets:
+        for slab in bucket.slabs:
+            for matrix in slab.members:
+                owned[matrix.owner][slab.rows, slab.cols] += 1
+    lines = [
+        f"    rank {domain.ranks[rank]} owns "
+        + (", ".join(f"{n} x {r} x {c}" for (r, c), n in found.items()) or "nothing")
+        for rank, found in enumerate(owned[:most])
+    ]
+    return lines + ([f"    and {domain.size - most} more ranks"] if domain.size > most else [])
+
+
 def wire_bytes(made: Plan, bucket: Bucket) -> tuple[int, int]:
     """Bytes of matrices that cross between ranks in the first and in the second exchange."""
     out = back = 0
+    held: dict[tuple[int, int], tuple[dict[int, int], dict[int, int]]] = {}
     for slab in bucket.slabs:
         for matrix in slab.members:
-            layout = made.params[matrix.param].layout
-            mine = layout.replicas[matrix.owner]
-            if slab.grid is not None and bucket.gathers:
-                size = slab.grid.rows * slab.grid.cols
-                out += (len(layout.sources(matrix.owner)) - 1) * size
-                back += (bucket.domain.size - 1) * size
-                continue
-            for piece in matrix.geometry.pieces:
-                if piece.rank != matrix.owner:
-                    size = piece.rows * piece.cols
-                    back += size
-                    out += size if layout.replicas[piece.rank] == mine else 0
+            layout, pieces = made.params[matrix.param].layout, matrix.geometry.pieces
+            key = (id(layout), id(pieces))
+            if key not in held:  # matrices cut alike are counted once
+                held[key] = _amounts(layout, bucket, slab, pieces)
+            by_rank, by_replica = held[key]
+            kept = by_rank.get(matrix.owner, 0)
+            out += by_replica.get(layout.replicas[matrix.owner], 0) - kept if bucket.gathers else 0
+            back += sum(by_replica.values()) - kept
     return out * bucket.wire_dtype.itemsize, back * bucket.wire_dtype.itemsize
+
+
+def _amounts(
+    layout: Layout, bucket: Bucket, slab: Slab, pieces: Sequence[Piece]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Elements that travel of a matrix: by the rank, and by the replica, that has them."""
+    by_rank = {piece.rank: piece.numel for piece in pieces}
+    if slab.grid is not None and bucket.gathers:
+        by_rank = dict.fromkeys(range(bucket.domain.size), slab.grid.rows * slab.grid.cols)
+    by_replica: dict[int, int] = defaultdict(int)
+    for rank, size in by_rank.items():
+        by_replica[layout.replicas[rank]] += size
+    return by_rank, by_replica

@@ -283,6 +283,8 @@ class _Active:
         sink: Sink,
         present: Tensor | None,
     ) -> None:
+        if not self.entries:  # no gradient here: the others' exchange needed this rank, no more
+            return
         old = self.views(params)
         step, new = self.rule.absorb(old, results, sides, sent, hyper, self.frames)
         if isinstance(step, Descent) and present is None:

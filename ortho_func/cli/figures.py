@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.program import plan_for
+from ortho_func.cli.bounds import least_busiest
 from ortho_func.cli.hardware import Hardware
 from ortho_func.cli.meshes import Mesh, specs_of
 from ortho_func.cli.models import Model
@@ -21,7 +22,7 @@ from ortho_func.plan import Bucket, Plan, Slab, Travel, slice_count
 from ortho_func.primitives.orthogonalize import flops
 from ortho_func.routing import routes
 
-__all__ = ["Figures", "Planned", "figures_of", "least_busiest", "make_plan"]
+__all__ = ["Figures", "Planned", "figures_of", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def make_plan(
     model: Model, mesh: Mesh, *, bucket_bytes: int, wire: Any = "auto", **options: Any
 ) -> Planned:
     """Plan a model on a mesh, as an optimizer with these options would."""
-    group = {**DEFAULTS, **options}
+    group = {**DEFAULTS, "algorithm": "muon", **options}
     began = time.perf_counter()
     made, _, _ = plan_for(
         specs_of(model, mesh),
@@ -90,23 +91,6 @@ class Figures:
         if self.least_bytes == 0:
             return 1.0 if self.wire_bytes == 0 else float("inf")
         return self.wire_bytes / self.least_bytes
-
-
-def least_busiest(costs: Sequence[float], ranks: int) -> float:
-    """A lower bound of the busiest rank's work over all assignments of whole matrices.
-
-    The mean, the largest, and by the pigeonhole principle, of the k·ranks + 1 largest, the
-    k + 1 smallest together: one rank has that many of them.
-
-    Example:
-        >>> least_busiest([3.0, 3.0, 3.0, 1.0], 2)
-        6.0
-    """
-    largest = sorted(costs, reverse=True)
-    bounds = [sum(costs) / ranks]
-    for k in range((len(largest) - 1) // ranks + 1):
-        bounds.append(sum(largest[k * ranks - k : k * ranks + 1]))
-    return max(bounds)
 
 
 def figures_of(planned: Planned, hardware: Hardware, *, tables: bool = True) -> Figures:
