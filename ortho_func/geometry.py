@@ -11,7 +11,7 @@ a matrix with a rank's box.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,10 +50,12 @@ __all__ = [
     "mesh_layout",
     "on_mesh",
     "placed",
+    "ranks_in",
     "ranks_of",
     "replicated_layout",
     "takes_part",
     "this_rank",
+    "work_device",
     "total",
 ]
 
@@ -130,8 +132,9 @@ class Reading:
         if len(shape) < 2:
             raise ValueError(
                 f"{name} has shape {tuple(shape)}: a matrix algorithm needs two or more dims. "
-                "Put it in a group with algorithm='adamw'. (A 1-D parameter that should be a "
-                "matrix may have been flattened by FSDP1: use fully_shard.)"
+                "Put it in a group with algorithm='adamw', or `partition` it to `adamw`. (A 1-D "
+                "parameter that should be a matrix may have been flattened by FSDP1: use "
+                "fully_shard.)"
             )
         if len(shape) > 2 and self.flatten is None:
             raise ValueError(
@@ -381,7 +384,7 @@ def layout_of(
     if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
         if process_group is None:
             return replicated_layout(shape, (this_rank(),))
-        return replicated_layout(shape, tuple(dist.get_process_group_ranks(process_group)))
+        return replicated_layout(shape, ranks_in(process_group))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     for placement in placements:
         if not isinstance(placement, (Replicate, Shard, _StridedShard)):
@@ -437,7 +440,12 @@ def ranks_of(tensor: Tensor, process_group: ProcessGroup | None = None) -> tuple
     """The ranks over which a parameter lies, in the order of their group; none if on its own."""
     if HAS_DISTRIBUTED and isinstance(tensor, DTensor):
         return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
-    return () if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+    return () if process_group is None else ranks_in(process_group)
+
+
+def ranks_in(process_group: ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order."""
+    return tuple(dist.get_process_group_ranks(process_group))
 
 
 def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> Any:
@@ -456,11 +464,12 @@ def placed(tensor: Tensor) -> str:
 def group_over(tensors: Sequence[Tensor], process_group: ProcessGroup | None) -> Any:
     """The process group over the ranks of parameters that lie over the same ranks.
 
-    One that there is already, chosen alike on all ranks whatever the order of the parameters,
-    or else a new one, which every one of these ranks must then ask for.
+    `process_group` if it is over these ranks; or one of a mesh, chosen alike on all ranks whatever
+    the order of the parameters; or else a new one, for which all these ranks must ask.
     """
-    if not all(on_mesh(tensor) for tensor in tensors):
-        assert process_group is not None
+    if process_group is not None and (
+        not tensors or ranks_of(tensors[0], process_group) == ranks_in(process_group)
+    ):
         return process_group
     meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
     first: Any = min(meshes, key=lambda mesh: (mesh.ndim, mesh.mesh_dim_names or ()))
@@ -489,6 +498,20 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
     shard = tensor._local_tensor
     return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
+
+
+def work_device(tensor: Tensor) -> torch.device:
+    """Where a parameter's matrices travel and are whole: its mesh's device, else its shard's.
+
+    They differ for offloaded shards, which lie on the CPU while the mesh is an accelerator's.
+    """
+    home = local(tensor).device
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return home
+    kind = tensor.device_mesh.device_type
+    if kind in (home.type, "cpu"):
+        return home
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def on_mesh(tensor: Tensor) -> bool:
@@ -527,16 +550,15 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -
     )
 
 
-def total(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over tensors of a 0-d sum over each one's elements; DTensors are summed by shards.
+def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of values, each a 0-d sum over this rank's shard of a tensor, over all shards.
 
     One all-reduce of a number for each mesh and way of sharding, replicas counted once. Raises
     `ValueError` on DTensors that hold partial sums.
     """
     here: list[Tensor] = []
     spread: dict[tuple[Any, tuple[bool, ...]], list[Tensor]] = {}
-    for tensor in tensors:
-        value = function(local(tensor))
+    for value, tensor in zip(values, tensors, strict=True):
         if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
             here.append(value)
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -334,6 +334,7 @@ def build_plan(
             owners = deal_owners(classes, homes, len(ranks))
         else:
             owners = assign_owners(costs, homes, len(ranks))
+            owners = nearest_owners([g for _, _, g in found], costs, owners, len(ranks))
         owned = [
             Matrix(number, index, geometry, owner)
             for (number, index, geometry), owner in zip(found, owners, strict=True)
@@ -447,6 +448,50 @@ def assign_owners(costs: Sequence[float], homes: Sequence[int | None], world: in
     if _busiest(costs, pinned, world) <= 1.05 * _busiest(costs, free, world):
         return pinned
     return free
+
+
+def nearest_owners(
+    geometries: Sequence[MatrixGeometry], costs: Sequence[float], owners: Sequence[int], world: int
+) -> list[int]:
+    """The same loads, with matrices of equal cost exchanged so that owners hold a piece of theirs.
+
+    An owner that holds none receives the whole matrix. Changes nothing where all ranks hold some.
+    """
+    by_cost: dict[float, list[int]] = defaultdict(list)
+    for number, geometry in enumerate(geometries):
+        if len(geometry.pieces) < world:
+            by_cost[costs[number]].append(number)
+    nearest = list(owners)
+    for numbers in by_cost.values():
+        _exchange_owners(geometries, numbers, nearest)
+    return nearest
+
+
+def _exchange_owners(
+    geometries: Sequence[MatrixGeometry], numbers: Sequence[int], owners: list[int]
+) -> None:
+    """Deal these matrices' owners among them again: each takes from the largest pile it holds."""
+    piles: dict[tuple[Piece, ...], deque[int]] = {}  # matrices cut alike, in order
+    seen: dict[int, deque[int]] = {}  # by identity, for speed: equal pieces share a pile
+    for number in numbers:
+        pieces = geometries[number].pieces
+        if id(pieces) not in seen:
+            seen[id(pieces)] = piles.setdefault(pieces, deque())
+        seen[id(pieces)].append(number)
+    held: dict[int, list[deque[int]]] = defaultdict(list)  # by rank
+    for pieces, pile in piles.items():
+        for piece in pieces:
+            held[piece.rank].append(pile)
+    strangers = []
+    for owner in [owners[number] for number in numbers]:
+        pile = max(held[owner], key=len, default=deque())
+        if pile:
+            owners[pile.popleft()] = owner
+        else:
+            strangers.append(owner)
+    left = sorted(number for pile in piles.values() for number in pile)
+    for number, owner in zip(left, strangers, strict=True):
+        owners[number] = owner
 
 
 def deal_owners(classes: Sequence[Hashable], homes: Sequence[int | None], world: int) -> list[int]:
@@ -718,9 +763,7 @@ def _common_grid(
             continue
         seen.add(key)
         # Results go to every replica: their ranks must hold the cells in the same order.
-        replicas = spec.layout.replicas
-        firsts = {r: rank for rank, r in reversed(list(enumerate(replicas)))}
-        owners = list(firsts.values()) if gathers else [matrix.owner]
+        owners = _first_ranks(spec.layout) if gathers else (matrix.owner,)
         grids = {grid_of(geometry, spec.layout.sources(r) if gathers else (r,)) for r in owners}
         grid = grids.pop()
         blocks = len(spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1]))
@@ -731,6 +774,15 @@ def _common_grid(
             return None  # padding between the blocks of a shard
         found = grid
     return found
+
+
+@lru_cache(maxsize=256)
+def _first_ranks(layout: Layout) -> tuple[int, ...]:
+    """The first rank of each replica."""
+    firsts: dict[int, int] = {}
+    for rank, replica in enumerate(layout.replicas):
+        firsts.setdefault(replica, rank)
+    return tuple(firsts.values())
 
 
 def grid_of(geometry: MatrixGeometry, sources: Sequence[int]) -> Grid | None:

@@ -428,6 +428,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "selection": (ValueError, "selection", lambda: dion3(selection="some")),
     "betas": (ValueError, "betas", lambda: lion(betas=(0.9, 1.0))),
     "vector": (ValueError, "bias has shape", lambda: muon().init({"bias": torch.ones(3)})),
+    "integers": (ValueError, "w has dtype", lambda: muon().init({"w": torch.ones(2, 2).int()})),
     "three dims": (ValueError, "flatten=False", lambda: muon().init({"w": torch.ones(2, 2, 2)})),
     "no params": (
         ValueError, "needs the parameters",
@@ -519,10 +520,32 @@ def test_a_whole_training_step_is_one_graph(name: str) -> None:
     params = student()
     mine = theirs = (params, tx.init(params))
     for number in range(3):
-        *mine, value = traced(*mine, *data(number))
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            *mine, value = traced(*mine, *data(number))
         *theirs, right = step(*theirs, *data(number))
         torch.testing.assert_close(value, right)
     torch.testing.assert_close(mine[0], theirs[0])
+
+
+def test_all_of_it_can_be_built_inside_a_trace() -> None:
+    params, grads = (
+        {"w": torch.randn(3, 5), "b": torch.randn(3)},
+        {"w": torch.randn(3, 5), "b": None},
+    )
+
+    def sweep(params: Params, grads: Params, rates: Tensor) -> Any:
+        def one(lr: Tensor) -> Params:
+            tx = partition(
+                {"m": normuon(lr, orthogonalizer="svd"), "r": lion()}, {"w": "m", "*": "r"}
+            )
+            updates, _ = tx.update(grads, tx.init(params), params)
+            return apply_updates(params, updates)
+
+        return vmap(one)(rates)
+
+    rates = torch.tensor([0.1, 0.2])
+    found = torch.compile(sweep, fullgraph=True, backend="aot_eager")(params, grads, rates)
+    torch.testing.assert_close(found, sweep(params, grads, rates))
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon", "dion2", "dion3"])
@@ -637,6 +660,14 @@ def scattered(wholes: Mapping[str, Any], params: Params) -> dict[str, Any]:
     }
 
 
+def copy_of(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def local_shards(tree: Any) -> Any:
+    return tree_map(lambda x: x.to_local() if isinstance(x, DTensor) else x, tree)
+
+
 def check_shards(rank: int, world: int, layout: str, seed: int, bucket_bytes: int) -> float:
     """Largest relative error of parameters and momenta against the optimizers, over algorithms."""
     worst = 0.0
@@ -652,7 +683,11 @@ def check_shards(rank: int, world: int, layout: str, seed: int, bucket_bytes: in
         tx = TABLE[name].make(plan=made, **extra)
         found, state = params, tx.init(params)
         for grads in steps:
-            updates, state = tx.update(scattered(grads, params), state, found)
+            given = (scattered(grads, params), state, found)
+            before = tree_map(copy_of, given)
+            updates, state = tx.update(*given)
+            assert_same(local_shards(given), local_shards(before))
+            assert_same(local_shards(updates), local_shards(tx.update(*given)[0]))
             found = apply_updates(found, updates)
         theirs = place(whole_tensors(LAYOUTS[layout][1], seed), **arguments)
         optimizer = train(theirs, steps, name, wire_dtype=torch.float32, **extra, **own)
@@ -675,7 +710,7 @@ def test_shards_equal_the_optimizer(pool: Any, layout: str) -> None:
         assert max(errors) < 1e-6, errors
 
 
-def check_own(rank: int, world: int, layout: str, seed: int) -> tuple[float, bool]:
+def check_own(rank: int, world: int, layout: str, seed: int) -> float:
     """The example's algorithm on shards against itself on whole tensors."""
     soft_muon = importlib.import_module("own_algorithm").soft_muon
     params, options, gradients = placed(layout, seed)
@@ -683,9 +718,8 @@ def check_own(rank: int, world: int, layout: str, seed: int) -> tuple[float, boo
     found, _ = run(tx, params, [scattered(grads, params) for grads in gradients])
     alone = soft_muon_on_blocks(layout)
     right, _ = run(alone, whole_tensors(LAYOUTS[layout][1], seed), gradients)
-    before = tree_map(torch.clone, {name: p.to_local() for name, p in params.items()})
-    pure = all(torch.equal(before[name], params[name].to_local()) for name in params)
-    return max(relative_error(gather(found[name]), right[name]) for name in right), pure
+    assert all(found[name].placements == p.placements for name, p in params.items())
+    return max(relative_error(gather(found[name]), right[name]) for name in right)
 
 
 def soft_muon_on_blocks(layout: str) -> Transform:
@@ -710,9 +744,8 @@ def _glue(blocks: list[Tensor], like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_an_algorithm_of_ones_own_on_shards(pool: Any, layout: str) -> None:
-    results = pool.run(check_own, layout, 5, world=LAYOUTS[layout][0])
-    assert max(error for error, _ in results) < 1e-5
-    assert all(pure for _, pure in results)
+    errors = pool.run(check_own, layout, 5, world=LAYOUTS[layout][0])
+    assert max(errors) < 1e-5, errors
 
 
 def check_compiled(rank: int, world: int, layout: str) -> float:
@@ -728,8 +761,9 @@ def check_compiled(rank: int, world: int, layout: str) -> float:
 
     traced = torch.compile(step, fullgraph=True, backend="aot_eager")
     mine = theirs = (params, tx.init(params))
-    for grads in gradients[:2]:
-        mine = traced(mine[0], scattered(grads, params), mine[1])
+    for number, grads in enumerate(gradients[:2]):
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            mine = traced(mine[0], scattered(grads, params), mine[1])
         theirs = step(theirs[0], scattered(grads, params), theirs[1])
     errors = []
     for x, y in zip(leaves(mine), leaves(theirs), strict=True):
@@ -752,6 +786,8 @@ def check_clipping(rank: int, world: int) -> list[float]:
     grads = {name: g.detach() for name, g in grads.items()}
     grads["c"] = torch.ones(3)
     clipped, _ = clip_by_global_norm(1.0).update(grads, ())
+    params, missing = dict(grads), {**grads, "b": None if rank == 1 else grads["b"]}
+    clip_by_global_norm(1.0).update(missing, (), params)  # ends, on all ranks
     return [float(gather(g).norm()) for g in clipped.values()]
 
 
@@ -789,6 +825,15 @@ def test_shards_need_their_plan(pool: Any) -> None:
     for texts in pool.run(check_refusals, world=2):
         assert "up is a DTensor: pass plan=" in texts[0]
         assert "up is sharded otherwise" in texts[1]
+
+
+def test_structures_must_agree() -> None:
+    with pytest.raises(ValueError, match="b"):
+        apply_updates({"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1)})
+    tx, params = lion(), {"a": torch.ones(1), "b": torch.ones(1)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="b"):
+        tx.update({"a": torch.ones(1)}, state, params)
 
 
 def test_elementwise_skips_none() -> None:

@@ -72,7 +72,7 @@ def main(steps: int = 3) -> dict[str, float]:
     for step in range(steps):
         updates, state = tx.update(place(whole(1 + step)), state, params)
         params = apply_updates(params, updates)
-    gathered = {n: p.full_tensor() if sharded else p for n, p in params.items()}  # type: ignore[attr-defined]
+    gathered = {n: p.full_tensor() if sharded else p for n, p in params.items()}
     return {name: float(p.norm()) for name, p in gathered.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from ortho_func.algorithms.transform import Transform, Tree, first_tensor
+from ortho_func.algorithms.transform import Transform, Tree, first_tensor, needed
 from ortho_func.geometry import local
 from ortho_func.primitives.momentum import Scalar
 from ortho_func.trees import first_match, named_leaves
@@ -123,9 +123,7 @@ class _Parts:
     labels: list[str]
 
     def __init__(self, params: Tree, transforms: Mapping[str, Transform], labels: Labels) -> None:
-        if params is None:
-            raise ValueError("partition needs the parameters: update(grads, state, params).")
-        self.names, leaves, self.spec = named_leaves(params)
+        self.names, leaves, self.spec = named_leaves(needed(params))
         self.transforms, self.labels = transforms, []
         for name, leaf in zip(self.names, leaves, strict=True):
             found = first_match(name, labels) if isinstance(labels, Mapping) else labels(name, leaf)

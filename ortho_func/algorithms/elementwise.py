@@ -44,9 +44,9 @@ class ElementRule:
         grads: Sequence[Tensor],
         state: States,
         hyper: Hyper,
-        present: Tensor,
+        present: Sequence[Tensor],
     ) -> None:
-        """One step, written in place where `present`, a bool for each parameter, is true."""
+        """One step, written in place where `present`, a 0-d bool a parameter, is true."""
         if not params:
             return
         kept = [{name: tensor.clone() for name, tensor in one.items()} for one in state]
@@ -56,7 +56,7 @@ class ElementRule:
         for name in self.state:
             self._put([one[name] for one in state], [one[name] for one in kept], present)
 
-    def _put(self, old: Sequence[Tensor], new: Sequence[Tensor], present: Tensor) -> None:
+    def _put(self, old: Sequence[Tensor], new: Sequence[Tensor], present: Sequence[Tensor]) -> None:
         chosen = [
             torch.where(present[n], after, before)
             for n, (before, after) in enumerate(zip(old, new, strict=True))

@@ -16,11 +16,13 @@ from ortho_func.algorithms.transform import (
     checked,
     elementwise,
     first_step,
+    needed,
     values_at,
 )
-from ortho_func.geometry import total
+from ortho_func.geometry import aligned, local, total
 from ortho_func.primitives import momentum as averages
 from ortho_func.primitives.momentum import Scalar
+from ortho_func.primitives.roots import sqrt
 from ortho_func.primitives.scaling import widen
 
 __all__ = [
@@ -114,7 +116,7 @@ def add_decayed_weights(weight_decay: Hyperparameter) -> Transform:
         grads: Tree, state: CountState, params: Tree | None = None, /, **given: Scalar
     ) -> tuple[Tree, CountState]:
         decay = values_at(hyper, state.steps, given)["weight_decay"]
-        decayed = elementwise(lambda x, g: g + decay * widen(x), params, grads)
+        decayed = elementwise(lambda x, g: g + decay * widen(x), needed(params), grads)
         return decayed, CountState(state.steps + 1)
 
     return Transform(lambda params: CountState(first_step(params)), update, frozenset(hyper))
@@ -165,8 +167,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     """Shrink all gradients by one factor so that their joint norm is at most `max_norm`.
 
     U = G·min(1, max_norm/‖G‖), the norm over all leaves and all shards, in fp32 at least. With
-    DTensors that is one all-reduce of a number for each way in which leaves are sharded, and
-    every rank must have a gradient for the same leaves.
+    DTensors that is one all-reduce of a number for each mesh and way of sharding; where ranks may
+    miss different gradients, pass the parameters to `update`, or some rank may wait in vain.
 
     Raises:
         ValueError: unless max_norm is positive.
@@ -181,13 +183,33 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}.")
 
-    def clip(grads: Tree) -> Tree:
-        found = [g for g in tree_flatten(grads)[0] if g is not None]
-        if not found:
-            return grads
-        norm = total(lambda shard: widen(shard).square().sum(), found).sqrt()
+    def update(
+        grads: Tree, state: Any, params: Tree | None = None, /, **given: Scalar
+    ) -> tuple[Tree, Any]:
+        leaves, spec = tree_flatten(grads if params is None else params)
+        found = spec.flatten_up_to(grads)
+        if params is not None:
+            found = [g if g is None else aligned(g, x) for g, x in zip(found, leaves, strict=True)]
+        norm = _norm(found, leaves)
         # Not max_norm/norm clamped to 1: that is NaN at zero.
         factor = max_norm / norm.clamp_min(max_norm)
-        return elementwise(lambda g: (g * factor).to(g.dtype), grads)
+        clipped = elementwise(lambda g: (g * factor).to(g.dtype), found)
+        return tree_unflatten(clipped, spec), state
 
-    return stateless(clip)
+    return Transform(lambda params: (), update)
+
+
+def _norm(grads: list[Any], leaves: list[Any]) -> Tensor:
+    """‖G‖ over gradients and shards; leaves say how they are sharded where one is None."""
+    pairs = [(g, x) for g, x in zip(grads, leaves, strict=True) if x is not None]
+    if not pairs:
+        return torch.zeros(())
+    values = [
+        _square(torch.zeros((), device=local(x).device) if g is None else local(g))
+        for g, x in pairs
+    ]
+    return sqrt(total(values, [x for _, x in pairs]))
+
+
+def _square(shard: Tensor) -> Tensor:
+    return widen(shard).square().sum()

@@ -24,6 +24,7 @@ from ortho_func.algorithms.transform import (
     Tree,
     checked,
     first_step,
+    needed,
     values_at,
 )
 from ortho_func.geometry import Reading, aligned, layout_of, like, local, on_mesh
@@ -73,6 +74,8 @@ class Leaves:
     def check_layouts(self, names: Sequence[str], leaves: Sequence[Tensor]) -> None:
         """DTensors must be sharded as they were when they were planned."""
         for n, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if not leaf.dtype.is_floating_point:
+                raise ValueError(f"{name} has dtype {leaf.dtype}: only real floating ones train.")
             if self.program is None or not on_mesh(leaf):
                 continue
             if layout_of(leaf, name=name) != self.program.plan.params[n].layout:
@@ -173,11 +176,7 @@ class _Matrixwise:
     def update(
         self, grads: Tree, state: Any, params: Tree | None = None, /, **given: Scalar
     ) -> tuple[Tree, Any]:
-        if params is None:
-            raise ValueError(
-                "a matrix algorithm needs the parameters: update(grads, state, params)."
-            )
-        names, found, spec = named_leaves(params)
+        names, found, spec = named_leaves(needed(params))
         readings = self.leaves.check(names, found)
         old = {name: spec.flatten_up_to(getattr(state, name)) for name in self.leaves.rule.state}
         moved, new = self.leaves.step(

@@ -17,6 +17,7 @@ from ortho_func.algorithms.transform import (
     Tree,
     checked,
     first_step,
+    needed,
     values_at,
 )
 from ortho_func.geometry import aligned, like, local
@@ -168,7 +169,7 @@ def _elementwise_transform(
     def update(
         grads: Tree, state: Any, params: Tree | None = None, /, **given: Scalar
     ) -> tuple[Tree, Any]:
-        leaves, spec = tree_flatten(params)
+        leaves, spec = tree_flatten(needed(params))
         found = spec.flatten_up_to(grads)
         here = [n for n, g in enumerate(found) if g is not None]
         old = [spec.flatten_up_to(tree) for tree in state[1:]]

@@ -53,6 +53,7 @@ class Program:
     rules: tuple[MatrixRule, ...]
     hyper_of: tuple[int, ...]
     frames: tuple[tuple[Frame, ...], ...]  # by route, by entry
+    away: torch.device | None = None  # where matrices travel and are whole, if not at the shards
 
 
 def plan_for(
@@ -94,6 +95,7 @@ def bind(
     rank: int,
     devices: Sequence[torch.device],
     group_names: Sequence[str | None],
+    work_devices: Sequence[torch.device] | None = None,
 ) -> Program:
     """Bind a plan to this process: its routes, index tables and shape scales.
 
@@ -104,17 +106,32 @@ def bind(
         rank: this process's global rank.
         devices: by parameter, where its shard lies.
         group_names: by parameter, the name of the process group over which it travels.
+        work_devices: by parameter, where it travels and is whole; where its shard lies unless
+            given. (Offloaded shards: state stays with them, the arithmetic on matrices does not.)
+
+    Raises:
+        ValueError: if that is not one device for all.
     """
-    device = devices[0] if devices else torch.device("cpu")
+    work = set(devices if work_devices is None else work_devices)
+    if len(work) > 1:
+        raise ValueError(
+            f"the matrices of one optimizer lie on {', '.join(sorted(map(str, work)))}: they must "
+            "share a device. Build one optimizer for each."
+        )
+    device = work.pop() if work else torch.device("cpu")
     found = routes(made, rank, device)
     names = tuple(
         None if route.bucket.local else group_names[route.bucket.items[0].param] for route in found
     )
     frames = tuple(
-        tuple(_frame(made, rules, route, entry, rank, device) for entry in route.entries)
+        tuple(
+            _frame(made, rules, route, entry, rank, devices[entry.item.param])
+            for entry in route.entries
+        )
         for route in found
     )
-    return Program(made, found, names, tuple(rules), tuple(hyper_of), frames)
+    away = device if any(home != device for home in devices) else None
+    return Program(made, found, names, tuple(rules), tuple(hyper_of), frames, away)
 
 
 def _frame(
@@ -172,7 +189,7 @@ def matrix_step(
     hypers: Sequence[Hyper],
     sink: Sink,
     *,
-    present: Tensor | None = None,
+    present: Sequence[Tensor] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
     """One step over every matrix of a program.
@@ -184,7 +201,7 @@ def matrix_step(
         state: likewise, by name.
         hypers: by parameter group, floats or 0-d tensors.
         sink: takes new state and updates.
-        present: bool, by parameter, whether it has a gradient: what None says, as a tensor, so
+        present: 0-d bools, by parameter, whether it has a gradient: what None says, as tensors, so
             that a compiled step serves every set of missing gradients. Then no gradient is None.
         meanwhile: work to do while the first exchange is under way.
     """
@@ -207,7 +224,11 @@ def matrix_step(
                 like = params[entry.item.param]
                 shards[n] = like.new_zeros(entry.shape)
                 sides[n] = [torch.zeros(shape, device=like.device) for shape in entry.sides]
-        return [shard for shard in shards if shard is not None], sides
+        complete = [shard for shard in shards if shard is not None]
+        if program.away is not None:
+            complete = [shard.to(program.away) for shard in complete]
+            sides = [[side.to(program.away) for side in found] for found in sides]
+        return complete, sides
 
     def whole(
         batch: Batch, x: Tensor, sides: tuple[Tensor, ...]
@@ -215,6 +236,10 @@ def matrix_step(
         return program.rules[batch.group].whole(x, sides, hypers[program.hyper_of[batch.group]])
 
     def absorb(route: Route, results: list[Tensor], sides: list[list[Tensor]]) -> None:
+        if program.away is not None:
+            homes = [params[entry.item.param].device for entry in route.entries]
+            results = [result.to(home) for result, home in zip(results, homes, strict=True)]
+            sides = [[s.to(home) for s in found] for found, home in zip(sides, homes, strict=True)]
         for found in emissions[route.number]:
             found.one.absorb(
                 params,
@@ -259,7 +284,7 @@ class _Active:
         state: Sequence[dict[str, Tensor]],
         hyper: Hyper,
         sink: Sink,
-        present: Tensor | None,
+        present: Sequence[Tensor] | None,
     ) -> Emission:
         old = {name: self.state(state, name) for name in self.rule.state}
         here = [grads[entry.item.param] for entry in self.entries]
@@ -281,7 +306,7 @@ class _Active:
         sent: Emission,
         hyper: Hyper,
         sink: Sink,
-        present: Tensor | None,
+        present: Sequence[Tensor] | None,
     ) -> None:
         if not self.entries:  # no gradient here: the others' exchange needed this rank, no more
             return
@@ -298,7 +323,7 @@ class _Active:
         before = {name: self.state(state, name) for name in new}
         self.put_state(before, new, sink, present)
 
-    def masks(self, present: Tensor) -> list[Tensor]:
+    def masks(self, present: Sequence[Tensor]) -> list[Tensor]:
         return [present[entry.item.param] for entry in self.entries]
 
     def put_state(
@@ -306,7 +331,7 @@ class _Active:
         old: dict[str, list[Tensor]],
         new: dict[str, list[Tensor]],
         sink: Sink,
-        present: Tensor | None,
+        present: Sequence[Tensor] | None,
     ) -> None:
         for name, values in new.items():
             kept = values

@@ -11,7 +11,7 @@ Nothing is written in place and nothing asks the host for a value, so updates co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +27,18 @@ __all__ = [
     "Tree",
     "Update",
     "apply_updates",
+    "checked",
     "elementwise",
     "first_step",
     "first_tensor",
+    "needed",
     "values_at",
 ]
 
 Tree = Any  # a pytree of tensors
 Hyperparameter = float | Tensor | Callable[[Tensor], Scalar]
-
-
-class Update(Protocol):
-    """From gradients, state and parameters to updates and new state."""
-
-    def __call__(
-        self, grads: Tree, state: Any, params: Tree | None = None, /, **hyper: Scalar
-    ) -> tuple[Tree, Any]:
-        """Updates have the structure of `params`; None where the gradient is None."""
+# From gradients, state, parameters and, by keyword, hyperparameters to updates and new state.
+Update = Callable[..., tuple[Tree, Any]]
 
 
 class Transform(NamedTuple):
@@ -131,6 +126,13 @@ def first_step(params: Tree) -> Tensor:
     """The number of steps done, 0-d int64, on the parameters' device."""
     found = first_tensor(params)
     return torch.zeros((), dtype=torch.int64, device=None if found is None else local(found).device)
+
+
+def needed(params: Tree | None) -> Tree:
+    """The parameters, or an error that asks for them."""
+    if params is None:
+        raise ValueError("this transform needs the parameters: update(grads, state, params).")
+    return params
 
 
 def values_at(

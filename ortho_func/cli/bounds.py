@@ -19,7 +19,7 @@ def least_busiest(costs: Sequence[float], ranks: int) -> float:
     bound L2 for bin packing (Knapsack Problems, 1990, section 8.3).
 
     Example:
-        >>> least_busiest([3.0, 3.0, 3.0, 1.0], 2)
+        >>> round(least_busiest([3.0, 3.0, 3.0, 1.0], 2), 6)
         6.0
     """
     counts = Counter(costs)
@@ -28,7 +28,7 @@ def least_busiest(costs: Sequence[float], ranks: int) -> float:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if _ranks_needed(counts, middle) > ranks else (low, middle)
-    return high if _ranks_needed(counts, low) > ranks else low
+    return low
 
 
 def _ranks_needed(counts: Mapping[float, int], load: float) -> int:

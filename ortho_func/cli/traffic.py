@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,23 +56,28 @@ class Exchange:
         return int((self.sent - self.kept).sum())
 
 
-@dataclass
 class Peers:
     """Which ranks exchange anything with which, over a whole plan."""
 
-    ranks: int
-    pairs: Tensor = field(init=False)  # [owner, other]
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.found: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
-    def __post_init__(self) -> None:
-        self.pairs = torch.zeros(self.ranks, self.ranks, dtype=torch.bool)
+    def add_(self, alike: tuple[int, bool], owners: Tensor, others: Tensor) -> None:
+        """Every one of `owners` exchanges with the ranks where `others` is True.
 
-    def add_(self, owners: Tensor, others: Tensor) -> None:
-        """Every one of `owners` exchanges with the ranks where `others` is True."""
-        self.pairs[owners.unique()] |= others
+        Where `alike` is the same, so is `others`.
+        """
+        if alike not in self.found:
+            self.found[alike] = torch.zeros_like(others), others
+        self.found[alike][0][owners] = True
 
     def counts(self) -> Tensor:
         """By rank, how many others it exchanges anything with."""
-        both = self.pairs | self.pairs.T
+        pairs = torch.zeros(self.ranks, self.ranks, dtype=torch.bool)
+        for owners, others in self.found.values():
+            pairs |= owners[:, None] & others
+        both = pairs | pairs.T
         both.fill_diagonal_(False)
         return both.sum(dim=1)
 
@@ -83,15 +88,18 @@ def exchanges(made: Plan, bucket: Bucket, peers: Peers | None = None) -> tuple[E
     out, home = Exchange.empty(ranks), Exchange.empty(ranks)
     for slab in bucket.slabs:
         for layout, geometry, replica, owners in _alike(made, slab, ranks):
-            inside = torch.tensor(layout.replicas) == replica
+            if bucket.local:
+                continue
             sizes = _sizes(made, bucket, slab, geometry, home=True)
             if bucket.returns:
                 home.add_(sizes, owners, home=True)
             if bucket.gathers:
+                inside = torch.tensor(layout.replicas) == replica
                 gathered = _sizes(made, bucket, slab, geometry, home=False) * inside
                 out.add_(gathered, owners, home=False)
-            if peers is not None and not bucket.local:
-                peers.add_(owners, sizes > 0)
+            if peers is not None:
+                padded = slab.grid is not None and bucket.gathers
+                peers.add_((id(geometry.pieces), padded), owners, sizes > 0)
     return out, home
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ortho_func.geometry import placed
 
-__all__ = ["Ranks", "agree", "facts_about"]
+__all__ = ["Ranks", "agree", "facts_about", "plain"]
 
 Ranks = tuple[int, ...]
 
@@ -26,7 +27,7 @@ Ranks = tuple[int, ...]
 class _Word(NamedTuple):
     """What one rank tells the others of a side."""
 
-    digests: dict[Ranks, str]  # of its facts, by side, of all sides within this one
+    digests: dict[Ranks, str]  # of its facts, by side within this one; () is this one
     faults: dict[int, str]  # what went wrong, by the rank that it went wrong on
     alone: bool  # whether this is the only side of the rank
 
@@ -38,6 +39,7 @@ _DISAGREEMENT = -1
 def agree(
     sides: Mapping[Ranks, Callable[[], Any]],
     facts: Mapping[Ranks, Sequence[str]],
+    common: Sequence[str] = (),
     fault: Exception | None = None,
 ) -> dict[Ranks, Any]:
     """Find every side's process group, and raise on all ranks if they disagree.
@@ -45,6 +47,7 @@ def agree(
     Args:
         sides: by set of ranks, what finds or makes the process group over it.
         facts: by set of ranks, what is to happen there, a line a fact, in order.
+        common: facts that hold on every side.
         fault: an error that this rank met, for all to raise.
 
     Returns:
@@ -55,22 +58,24 @@ def agree(
         Exception: the fault itself, where every rank met the same one.
     """
     rank = dist.get_rank() if sides else 0
-    faults = {} if fault is None else {rank: str(fault)}
-    order = sorted(sides, key=lambda side: (-len(side), side))
+    order = tuple(sorted(sides, key=lambda side: (-len(side), side)))
+    talk = _Talk(order, facts, common, {} if fault is None else {rank: str(fault)}, set())
     groups: dict[Ranks, Any] = {}
     met = {rank}
     returning = []
     for side in order:
+        if side in talk.unshared:
+            continue
         groups[side] = sides[side]()
         if _pretended(groups[side]):
             continue
         met.update(side)
-        if not _exchange(side, order, facts, faults, groups[side]):
+        if not talk.exchange(side, groups[side]):
             returning.append(side)
     for side in reversed(returning):
-        _exchange(side, order, facts, faults, groups[side])
-    if faults:
-        _raise(faults, met, fault)
+        talk.exchange(side, groups[side])
+    if talk.faults:
+        _raise(talk.faults, met, fault)
     return groups
 
 
@@ -78,16 +83,16 @@ def facts_about(name: str, parameter: Tensor, options: Mapping[str, Any]) -> lis
     """What ranks must agree on about one parameter, a line a fact."""
     found = [f"{name}: shape {tuple(parameter.shape)}", f"{name}: {parameter.dtype}"]
     found.append(f"{name}: {placed(parameter)}")
-    found += [f"{name}: {option}={_plain(value)}" for option, value in options.items()]
+    found += [f"{name}: {option}={plain(value)}" for option, value in options.items()]
     return found
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A value as text that is the same in every process."""
     if isinstance(value, bool):
         return f"{value}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_plain, value))})"
+        return f"({', '.join(map(plain, value))})"
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return f"{float(value)}" if isinstance(value, (int, float)) else f"{value}"
@@ -98,50 +103,53 @@ def _pretended(group: Any) -> bool:
     return group is None or dist.get_backend(group) == "fake"
 
 
-def _exchange(
-    side: Ranks,
-    order: Sequence[Ranks],
-    facts: Mapping[Ranks, Sequence[str]],
-    faults: dict[int, str],
-    group: Any,
-) -> bool:
-    """Tell the others, hear them, and add to the faults; whether no rank has other sides."""
-    within = [other for other in order if set(other) <= set(side)]
-    mine = _Word({s: _digest(facts.get(s, ())) for s in within}, dict(faults), len(order) == 1)
-    words: list[Any] = [None] * len(side)
-    dist.all_gather_object(words, mine, group=group)
-    for word in words:
-        for rank, text in word.faults.items():
-            faults.setdefault(rank, text)
-    if not faults:
+@dataclass(frozen=True)
+class _Talk:
+    """What this rank has to say on all its sides, and what it has heard."""
+
+    order: tuple[Ranks, ...]
+    facts: Mapping[Ranks, Sequence[str]]
+    common: Sequence[str]
+    faults: dict[int, str]
+    unshared: set[Ranks]  # sides that some of their ranks know nothing of
+
+    def exchange(self, side: Ranks, group: Any) -> bool:
+        """Tell the others of a side and hear them; whether none of them has other sides."""
+        within = [other for other in self.order if set(other) <= set(side)]
+        digests = {() if other == side else other: _digest(self.lines(other)) for other in within}
+        words: list[Any] = [None] * len(side)
+        word = _Word(digests, dict(self.faults), len(self.order) == 1)
+        dist.all_gather_object(words, word, group=group)
+        for word in words:
+            for rank, text in word.faults.items():
+                self.faults.setdefault(rank, text)
         by_rank = dict(zip(side, words, strict=True))
-        differing = _first_difference(by_rank)
-        if differing is not None:
-            faults[_DISAGREEMENT] = _explain(*differing, facts, group)
-    return all(word.alone for word in words)
+        for key in sorted({key for word in words for key in word.digests}):
+            ranks = key or side
+            found = [by_rank[rank].digests.get(key) for rank in ranks]
+            if None in found:
+                self.unshared.add(ranks)
+            odd = [rank for rank, digest in zip(ranks, found, strict=True) if digest != found[0]]
+            if odd and not self.faults:
+                mine = self.lines(ranks)
+                self.faults[_DISAGREEMENT] = _explain(ranks[0], odd[0], mine, group)
+        return all(word.alone for word in words)
+
+    def lines(self, side: Ranks) -> list[str]:
+        """All facts of a side."""
+        return [*self.common, *self.facts.get(side, ())]
 
 
-def _first_difference(words: Mapping[int, _Word]) -> tuple[Ranks, int, int] | None:
-    """The first side about which two ranks disagree, and the two."""
-    for side in sorted({side for word in words.values() for side in word.digests}):
-        first, *others = side
-        for other in others:
-            if words[first].digests.get(side) != words[other].digests.get(side):
-                return side, first, other
-    return None
-
-
-def _explain(
-    side: Ranks, first: int, second: int, facts: Mapping[Ranks, Sequence[str]], group: Any
-) -> str:
-    """The first difference between two ranks, found by all together."""
+def _explain(first: int, second: int, mine: list[str], group: Any) -> str:
+    """The first difference between two ranks' facts, found by all ranks of a side together."""
     lines = []
     for rank in (first, second):
-        held: list[Any] = [list(facts.get(side, ()))]
+        held: list[Any] = [mine]
         dist.broadcast_object_list(held, src=rank, group=group)
         lines.append(held[0])
     pairs = zip_longest(*lines, fillvalue="(nothing)")
-    here, there = next((here, there) for here, there in pairs if here != there)
+    differing = ((here, there) for here, there in pairs if here != there)
+    here, there = next(differing, ("a process group", "(nothing)"))
     return (
         "the ranks disagree about what the optimizer is to do. First difference:\n"
         f"  rank {first}: {here}\n  rank {second}: {there}\n"

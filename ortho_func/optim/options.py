@@ -107,16 +107,17 @@ def _check_number(name: str, value: Any, bounds: tuple[float, bool, float, bool]
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}.")
         return
+    number = value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         try:  # numpy scalars are numbers too
-            value = float(value) if not isinstance(value, (bool, str)) else math.nan
+            number = float(value) if not isinstance(value, (bool, str)) else math.nan
         except (TypeError, ValueError):
-            value = math.nan
-        if math.isnan(value):
+            number = math.nan
+        if math.isnan(number):
             raise TypeError(f"{name} must be a number, got {value!r}.")
     low, low_in, high, high_in = bounds
-    above = value >= low if low_in else value > low
-    below = value <= high if high_in else value < high
+    above = number >= low if low_in else number > low
+    below = number <= high if high_in else number < high
     if not (above and below):
         left, right = "[" if low_in else "(", "]" if high_in else ")"
         raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value}.")

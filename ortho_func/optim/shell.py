@@ -22,11 +22,13 @@ from ortho_func.geometry import (
     layout_of,
     like,
     local,
+    ranks_in,
     ranks_of,
     takes_part,
     this_rank,
+    work_device,
 )
-from ortho_func.optim.agreement import Ranks, agree, facts_about
+from ortho_func.optim.agreement import Ranks, agree, facts_about, plain
 from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
@@ -43,8 +45,8 @@ from ortho_func.routing import Entry
 
 __all__ = ["OrthogonalOptimizer"]
 
-# Set in code, not by a checkpoint: callables and dtypes do not belong into a state dict.
-_UNSAVED = ("orthogonalizer", "wire_dtype", "compute_dtype")
+# Set in code, not by a checkpoint: callables and dtypes are saved as text, and never loaded.
+_AS_TEXT = ("orthogonalizer", "wire_dtype", "compute_dtype")
 _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
 # What all ranks must say alike; the scalars may change at any time and are not compared.
 _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALARS)
@@ -127,7 +129,15 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         self._process_group = process_group
         self._built: _Built | None = None
         self._ready = False
-        super().__init__(params, {"algorithm": algorithm, **DEFAULTS, **given})
+        defaults = {"algorithm": algorithm, **DEFAULTS, **given}
+        # Not among torch's defaults: there OneCycleLR would cycle them instead of the momentum.
+        self._settings["betas"] = defaults.pop("betas")
+        try:
+            super().__init__(params, defaults)
+        except Exception as error:  # such as an empty list, on this rank alone
+            self.param_groups = []
+            agree(self._sides(), {}, self._common(), error)
+            raise
         self._ready = True
         self._build()
 
@@ -136,6 +146,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the step is planned again, so all ranks must do it alike."""
         super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("betas", self._settings["betas"])
         if not self._ready:
             return
         try:
@@ -160,7 +171,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             draft = self._draft()
         except Exception as error:  # not alone: the other ranks wait for this one
             fault = error
-        handles = agree(self._sides(), self._facts(), fault)
+        handles = agree(self._sides(), self._facts(), self._common(), fault)
         assert draft is not None
         self._make_state()
         program = None if draft.plan is None else self._bind(draft, draft.plan, handles)
@@ -218,6 +229,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     def _sides(self) -> dict[Ranks, Callable[[], Any]]:
         """The sets of ranks over which this rank shares parameters, and how to get their groups."""
         tensors: dict[Ranks, list[Tensor]] = {}
+        if self._process_group is not None:
+            tensors[ranks_in(self._process_group)] = []
         for number in range(len(self.param_groups)):
             for _, p in self._present(number):
                 tensors.setdefault(ranks_of(p, self._process_group), []).append(p)
@@ -229,14 +242,17 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _facts(self) -> dict[Ranks, list[str]]:
         """What the ranks must agree on, by the set of ranks that a parameter lies over."""
-        settings = [f"{key}={value}" for key, value in self._settings.items() if key != "compile"]
         facts: dict[Ranks, list[str]] = {}
         for number, group in enumerate(self.param_groups):
             options = {name: group.get(name) for name in _AGREED}
             for name, p in self._present(number):
-                found = facts.setdefault(ranks_of(p, self._process_group), list(settings))
+                found = facts.setdefault(ranks_of(p, self._process_group), [])
                 found.extend(facts_about(name, p, options))
         return facts
+
+    def _common(self) -> list[str]:
+        """What all ranks must agree on, whatever they hold."""
+        return [f"{key}={value}" for key, value in self._settings.items() if key != "compile"]
 
     def _bind(self, draft: _Draft, made: Plan, handles: dict[Ranks, Any]) -> Program:
         found = [handles.get(ranks_of(p, self._process_group)) for p in draft.matrices]
@@ -246,6 +262,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             draft.hyper_of,
             rank=this_rank(),
             devices=[local(p).device for p in draft.matrices],
+            work_devices=[work_device(p) for p in draft.matrices],
             group_names=[None if handle is None else handle.group_name for handle in found],
         )
 
@@ -351,8 +368,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             [local(p) for p in others],
             grads[len(params) :],
             self._local_state(others),
-            present.to(device, non_blocking=True),
-            values,
+            # one by one: an index into a tensor would make every parameter's code its own
+            list(present.to(device, non_blocking=True).unbind()),
+            list(values.unbind()),
             names,
         )
 
@@ -362,8 +380,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """As in ``torch.optim``; tensors among the hyperparameters are saved as numbers."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            for name in _UNSAVED:
-                group.pop(name, None)
+            for name in _AS_TEXT:
+                if name in group:
+                    group[name] = plain(group[name])
             for name in _SCALARS:
                 if isinstance(group.get(name), Tensor):
                     group[name] = float(group[name])
@@ -376,13 +395,14 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         filled = dict(state_dict)
         if len(state_dict["param_groups"]) == len(kept):
             filled["param_groups"] = [
-                {**{name: mine[name] for name in _UNSAVED if name in mine}, **saved}
+                {**saved, **{name: mine[name] for name in _AS_TEXT if name in mine}}
                 for mine, saved in zip(kept, state_dict["param_groups"], strict=True)
             ]
         super().load_state_dict(filled)
         self._restore_scalars(kept)
         self._restore_state(before, state_dict)
-        self._build()
+        if self._built is None or self._built.key != self._key():
+            self._build()
 
     def _restore_scalars(self, kept: list[dict[str, Any]]) -> None:
         """A hyperparameter that is a tensor here stays that tensor, with the loaded value."""
@@ -465,8 +485,8 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
         others: list[Tensor],
         other_grads: list[Tensor],
         other_state: list[dict[str, Tensor]],
-        present: Tensor,
-        values: Tensor,
+        present: list[Tensor],
+        values: list[Tensor],
         names: list[tuple[str, ...]],
     ) -> None:
         hypers, at = [], 0

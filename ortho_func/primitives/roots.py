@@ -17,4 +17,4 @@ def sqrt(x: Tensor) -> Tensor:
         tensor([0.0000, 0.2500])
     """
     zero = x == 0  # not x > 0: NaN stays NaN
-    return torch.where(zero, x, torch.where(zero, 1, x).sqrt())
+    return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())

@@ -1,0 +1,393 @@
+"""Checkpoints: saved by some ranks, loaded by others, and training goes on as if nothing were."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from layouts import (
+    WHOLE,
+    Replicate,
+    Shard,
+    Weights,
+    expected,
+    gather,
+    relative_error,
+    scatter_like,
+    whole_tensors,
+)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+SHAPES = {"uneven": (5, 16), "empty": (3, 16), "even": (8, 16), "one": (1, 16), "bias": (7,)}
+EXPERTS = {"w1": (4, 8, 16), "w2": (3, 6, 8)}
+EXACT = {"orthogonalizer": "svd", "wire_dtype": torch.float32}
+HYPER = {"lr": 0.1, "weight_decay": 0.2}
+
+
+def by_mesh(tensors: Mapping[str, Tensor], mesh: tuple[int, ...]) -> nn.Module:
+    """FSDP2 or, on two axes, HSDP."""
+    names = ("replicate", "shard")[-len(mesh) :]
+    model = Weights(tensors)
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    return model
+
+
+def by_placements(
+    tensors: Mapping[str, Tensor], mesh: tuple[int, ...], placements: Any
+) -> nn.Module:
+    """Anything that `distribute_tensor` can do."""
+    names = tuple(f"axis{n}" for n in range(len(mesh)))
+    grid = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    model = Weights(tensors)
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(distribute_tensor(p.detach(), grid, list(placements))))
+    return model
+
+
+def optimizer_for(model: nn.Module, algorithm: str, **options: Any) -> torch.optim.Optimizer:
+    cls, _, extra = WHOLE[algorithm]
+    if algorithm.startswith("dion"):
+        options = {"selection": "global", **options}
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [(name, p) for name, p in named if p.ndim > 1]},
+        {"params": [(name, p) for name, p in named if p.ndim == 1], "algorithm": "adamw"},
+    ]
+    return cls([g for g in groups if g["params"]], **{**extra, **HYPER, **options})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for step in steps:
+        for (name, p), whole in zip(
+            model.named_parameters(), whole_tensors(shapes, step).values(), strict=True
+        ):
+            p.grad = scatter_like(whole.to(p.dtype), p)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All parameters and their state, whole."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = gather(p).clone()
+        for key, value in optimizer.state[p].items():
+            found[f"{name}.{key}"] = gather(value).clone()
+    return found
+
+
+def entries(state: Any, prefix: str = "") -> dict[str, str]:
+    """Every path of a state dict, and what kind of thing is there."""
+    if isinstance(state, Mapping):
+        parts = [entries(value, f"{prefix}/{key}") for key, value in state.items()]
+        return {path: kind for part in parts for path, kind in part.items()}
+    if isinstance(state, Tensor):
+        return {prefix: f"{type(state).__name__} {tuple(state.shape)} {state.dtype}"}
+    return {prefix: type(state).__name__}
+
+
+def flatly(flat: bool) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=flat)
+
+
+# What runs on the ranks
+
+Saved = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]
+
+
+def save(
+    rank: int,
+    world: int,
+    mesh: tuple[int, ...],
+    algorithm: str,
+    flat: bool,
+    directory: str,
+    options: dict[str, Any],
+) -> Saved:
+    """Train, save, train on: what was saved, what came of it, and what the state dict holds."""
+    model = by_mesh(whole_tensors(SHAPES, 0), mesh)
+    optimizer = optimizer_for(model, algorithm, **options)
+    train(model, optimizer, range(1, 4))
+    then = snapshot(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
+    train(model, optimizer, range(4, 7))
+    return then, snapshot(model, optimizer), entries(state)
+
+
+def load(
+    rank: int,
+    world: int,
+    mesh: tuple[int, ...],
+    algorithm: str,
+    flat: bool,
+    directory: str,
+    options: dict[str, Any],
+) -> Saved:
+    """Other weights and a fresh optimizer, loaded before any step; then train on."""
+    model = by_mesh(whole_tensors(SHAPES, 99), mesh)
+    optimizer = optimizer_for(model, algorithm, **{**options, "lr": 7.0})
+    dtypes = {key: t.dtype for key, t in snapshot(model, optimizer).items()}
+    weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
+    set_state_dict(
+        model, optimizer,
+        model_state_dict=weights, optim_state_dict=state, options=flatly(flat),
+    )  # fmt: skip
+    then = snapshot(model, optimizer)
+    assert {key: t.dtype for key, t in then.items()} == dtypes
+    assert {group["lr"] for group in optimizer.param_groups} == {HYPER["lr"]}
+    train(model, optimizer, range(4, 7))
+    return then, snapshot(model, optimizer), entries(state)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("algorithm", list(WHOLE))
+def test_saved_on_four_ranks(pool: Any, tmp_path: Path, algorithm: str, flat: bool) -> None:
+    shared = (algorithm, flat, str(tmp_path), EXACT)
+    saved = pool.run(save, (4,), *shared, world=4)
+    then, later, keys = saved[0]
+    assert all(result[2] == keys for result in saved)  # the same on ranks with empty shards
+    assert any("momentum_buffer" in key for key in keys)
+    for mesh in [(4,), (2,), (3,), (1,), (2, 2)]:
+        world = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
+        for found, after, found_keys in pool.run(load, mesh, *shared, world=world):
+            assert found_keys == keys
+            for key, value in then.items():
+                assert torch.equal(found[key], value), (mesh, key)
+            for key, value in later.items():
+                if mesh == (4,):
+                    assert torch.equal(after[key], value), key
+                assert relative_error(after[key], value) < 1e-4, (mesh, key)
+
+
+def test_saved_by_replicas(pool: Any, tmp_path: Path) -> None:
+    shared = ("normuon", False, str(tmp_path), EXACT)
+    then, later, _ = pool.run(save, (2, 2), *shared, world=4)[0]
+    for mesh, world in [((2, 2), 4), ((4,), 4), ((2,), 2)]:
+        for found, after, _ in pool.run(load, mesh, *shared, world=world):
+            assert all(torch.equal(found[key], value) for key, value in then.items()), mesh
+            worst = max(relative_error(after[key], value) for key, value in later.items())
+            assert worst < 1e-4, mesh
+            if mesh == (2, 2):
+                assert all(torch.equal(after[key], value) for key, value in later.items())
+
+
+def test_default_options_go_on_bitwise(pool: Any, tmp_path: Path) -> None:
+    """The default orthogonalizer and wire, in bf16."""
+    shared = ("normuon", True, str(tmp_path), {})
+    _, later, _ = pool.run(save, (4,), *shared, world=4)[0]
+    for _, after, _ in pool.run(load, (4,), *shared, world=4):
+        assert all(torch.equal(after[key], value) for key, value in later.items())
+
+
+# ---------------------------------------------------------------------------------------------
+# Other placements
+
+
+def save_placed(
+    rank: int, world: int, mesh: tuple[int, ...], placements: Any, shapes: Any, directory: str
+) -> dict[str, Tensor]:
+    model = by_placements(whole_tensors(shapes, 0), mesh, placements)
+    optimizer = optimizer_for(model, "normuon", flatten=False, **EXACT)
+    train(model, optimizer, range(1, 4))
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optim": state}, checkpoint_id=directory)
+    for p in model.parameters():  # every rank has V of the rows it holds a part of, and no others
+        v = optimizer.state[p]["row_variance"]
+        assert isinstance(v, DTensor)
+        assert v.shape == (*p.shape[:-1], 1)
+        assert v.to_local().shape == (*p.to_local().shape[:-1], 1)
+    return snapshot(model, optimizer)
+
+
+def load_placed(
+    rank: int, world: int, mesh: tuple[int, ...], placements: Any, shapes: Any, directory: str
+) -> dict[str, Tensor]:
+    model = by_placements(whole_tensors(shapes, 99), mesh, placements)
+    optimizer = optimizer_for(model, "normuon", flatten=False, **EXACT)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load({"optim": state}, checkpoint_id=directory)
+    set_optimizer_state_dict(model, optimizer, state)
+    return snapshot(model, optimizer)
+
+
+MATRICES = {"wide": (6, 16), "five": (16, 5), "two": (7, 2)}
+PLACED: dict[str, tuple[Any, Any, list[tuple[tuple[int, ...], Any]]]] = {
+    "columns": (
+        MATRICES,
+        ((4,), [Shard(1)]),
+        [((2,), [Shard(1)]), ((3,), [Shard(0)]), ((1,), [Replicate()])],
+    ),
+    "rows and columns": (
+        MATRICES,
+        ((2, 2), [Shard(0), Shard(1)]),
+        [((2, 2), [Shard(1), Shard(0)]), ((3,), [Shard(1)]), ((2,), [Shard(0)])],
+    ),
+    "experts": (
+        EXPERTS,
+        ((2, 2), [Shard(0), Shard(1)]),
+        [((1, 2), [Shard(0), Shard(1)]), ((4, 1), [Shard(0), Shard(1)]), ((3,), [Shard(2)])],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(PLACED))
+def test_other_placements(pool: Any, tmp_path: Path, case: str) -> None:
+    """Momentum and V follow their rows, columns and experts to other ranks."""
+    shapes, (mesh, placements), others = PLACED[case]
+    saved = pool.run(save_placed, mesh, placements, shapes, str(tmp_path), world=4)
+    right = expected(
+        whole_tensors(shapes, 0), [whole_tensors(shapes, n) for n in range(1, 4)], "normuon",
+        flatten=False, **HYPER,
+    )  # fmt: skip
+    variances = variances_of(shapes)
+    for found in saved:
+        for name in shapes:
+            assert relative_error(found[name], right[name]) < 1e-5
+            assert relative_error(found[f"{name}.row_variance"], variances[name]) < 1e-5
+    for other, where in others:
+        world = 1
+        for extent in other:
+            world *= extent
+        for found in pool.run(load_placed, other, where, shapes, str(tmp_path), world=world):
+            for key, value in saved[0].items():
+                if "." in key:
+                    assert torch.equal(found[key], value), (other, key)
+
+
+def variances_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """V after three steps, by the naive reference."""
+    gradients = [whole_tensors(shapes, n) for n in range(1, 4)]
+    _, naive, extra = WHOLE["normuon"]
+    _, state = naive(whole_tensors(shapes, 0), gradients, flatten=False, **{**HYPER, **extra})
+    return {
+        name: torch.stack(list(state[name]["second_moment"])).reshape(*shape[:-1], 1)
+        for name, shape in shapes.items()
+    }
+
+
+def other_dtype(rank: int, world: int, directory: str) -> dict[str, tuple[torch.dtype, bool]]:
+    """bf16 parameters with an fp32 momentum, set by hand: dtypes here stay what they are."""
+    tensors = {name: t.bfloat16() for name, t in whole_tensors(SHAPES, 0).items()}
+    models = [by_mesh(tensors, (world,)) for _ in range(2)]
+    optimizers = [optimizer_for(model, "normuon") for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for p in model.parameters():
+            if p.ndim > 1:
+                state = optimizer.state[p]
+                state["momentum_buffer"] = state["momentum_buffer"].float()
+    train(models[0], optimizers[0], range(3))
+    state = get_optimizer_state_dict(models[0], optimizers[0])
+    dcp.save({"optim": state}, checkpoint_id=directory)
+    state = get_optimizer_state_dict(models[1], optimizers[1])
+    dcp.load({"optim": state}, checkpoint_id=directory)
+    set_optimizer_state_dict(models[1], optimizers[1], state)
+    first, second = (snapshot(m, o) for m, o in zip(models, optimizers, strict=True))
+    train(models[1], optimizers[1], range(3, 5))
+    return {
+        key: (value.dtype, torch.equal(value, first[key]))
+        for key, value in second.items()
+        if "." in key
+    }
+
+
+def test_dtypes_are_kept(pool: Any, tmp_path: Path) -> None:
+    for found in pool.run(other_dtype, str(tmp_path), world=3):
+        assert all(equal for _, equal in found.values())
+        assert found["uneven.momentum_buffer"][0] == torch.float32
+        assert found["uneven.row_variance"][0] == torch.float32
+        assert found["bias.exp_avg"][0] == torch.bfloat16
+        assert found["bias.step"][0] == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------
+# Without torch.distributed.checkpoint
+
+
+def by_torch_save(rank: int, world: int) -> None:
+    """`state_dict` through `torch.save`, by keyword, with a scheduler and a tensor lr."""
+    models = [by_mesh(whole_tensors(SHAPES, 0), (world,)) for _ in range(2)]
+    first = optimizer_for(models[0], "normuon", lr=torch.tensor(0.1), **EXACT)
+    schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda step: 0.5**step)
+    for step in range(3):
+        train(models[0], first, range(step, step + 1))
+        schedule.step()
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=False)
+    assert all(isinstance(group["lr"], float) for group in saved["param_groups"])
+    assert all("initial_lr" in group for group in saved["param_groups"])
+    models[1].load_state_dict(models[0].state_dict())
+    live = torch.tensor(3.0)
+    second = optimizer_for(models[1], "normuon", lr=live, **EXACT)
+    kept = copy.deepcopy(saved)
+    second.load_state_dict(state_dict=saved)
+    assert entries(saved) == entries(kept)
+    assert second.param_groups[0]["lr"] is live  # a compiled step reads it
+    assert float(live) == pytest.approx(0.1 * 0.5**3)
+    assert all("initial_lr" in group for group in second.param_groups)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, range(3, 6))
+    pairs = zip(
+        snapshot(models[0], first).items(), snapshot(models[1], second).values(), strict=True
+    )
+    assert all(torch.equal(mine, other) for (_, mine), other in pairs)
+
+
+def test_state_dict_through_torch_save(pool: Any) -> None:
+    pool.run(by_torch_save, world=3)
+
+
+def live_after_load(rank: int, world: int) -> float:
+    """An optimizer that was built before `load_state_dict` updates the parameters there are."""
+    tensors = whole_tensors(SHAPES, 0)
+    model = by_mesh(tensors, (world,))
+    optimizer = optimizer_for(model, "normuon", **EXACT)
+    train(model, optimizer, range(1, 3))
+    halved = {name: p.detach() / 2 for name, p in model.state_dict().items()}
+    model.load_state_dict(halved)
+    state = get_optimizer_state_dict(model, optimizer)
+    storages = [local.untyped_storage().data_ptr() for local in locals_of(model, optimizer)]
+    set_optimizer_state_dict(model, optimizer, state)
+    assert storages == [x.untyped_storage().data_ptr() for x in locals_of(model, optimizer)]
+    start = {name: gather(p).clone() for name, p in model.named_parameters() if p.ndim > 1}
+    _, naive, extra = WHOLE["normuon"]
+    wholes = {name: tensors[name] for name in start}
+    gradients = [whole_tensors(SHAPES, n) for n in range(1, 5)]
+    _, told = naive(wholes, gradients[:2], **{**HYPER, **extra})
+    right, _ = naive(start, gradients[2:], told, **{**HYPER, **extra})
+    train(model, optimizer, range(3, 5))
+    found = dict(model.named_parameters())
+    return max(relative_error(gather(found[name]), right[name]) for name in start)
+
+
+def locals_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    found = []
+    for p in model.parameters():
+        found.append(p._local_tensor)
+        values = optimizer.state[p].values()
+        found += [v._local_tensor if isinstance(v, DTensor) else v for v in values]
+    return found
+
+
+def test_state_is_loaded_in_place(pool: Any) -> None:
+    assert max(pool.run(live_after_load, world=4)) < 1e-5
