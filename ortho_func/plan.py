@@ -248,8 +248,8 @@ def plan(
             of three or more dims.
         process_group: the group over which plain tensors are replicated (DDP).
         wire_dtype: the dtype in which matrices and results travel.
-        bucket_bytes: bound on what one rank has in flight in one exchange; by default 64 MiB, on CPUs
-            8 MiB.
+        bucket_bytes: bound on what one rank has in flight in one exchange; by default 64 MiB,
+            on CPUs 8 MiB.
         wire: "dense" pads pieces to equal size, "exact" sends what there is; "auto" takes dense
             where padding costs less than one per cent.
         balance: "cost" gives every rank equally much arithmetic; "uniform" gives every rank the

@@ -33,6 +33,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 SHAPES = {"uneven": (5, 16), "empty": (3, 16), "even": (8, 16), "one": (1, 16), "bias": (7,)}
 EXPERTS = {"w1": (4, 8, 16), "w2": (3, 6, 8)}
@@ -75,10 +80,9 @@ def optimizer_for(model: nn.Module, algorithm: str, **options: Any) -> torch.opt
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for step in steps:
-        for (name, p), whole in zip(
-            model.named_parameters(), whole_tensors(shapes, step).values(), strict=True
-        ):
-            p.grad = scatter_like(whole.to(p.dtype), p)
+        wholes = whole_tensors(shapes, step)
+        for name, p in model.named_parameters():
+            p.grad = scatter_like(wholes[name].to(p.dtype), p)
         optimizer.step()
     optimizer.zero_grad()
 
@@ -271,6 +275,57 @@ def test_other_placements(pool: Any, tmp_path: Path, case: str) -> None:
             for key, value in saved[0].items():
                 if "." in key:
                     assert torch.equal(found[key], value), (other, key)
+
+
+TP = {"up.weight": (7, 6), "down.weight": (6, 7)}
+
+
+def by_layers(tensors: Mapping[str, Tensor], mesh: tuple[int, ...]) -> nn.Module:
+    """Two layers under `fully_shard`, on two axes with tensor parallelism below it."""
+    grid = init_device_mesh("cpu", mesh, mesh_dim_names=("fsdp", "tp")[: len(mesh)])
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
+        layer.weight = nn.Parameter(tensor.clone())
+        model.add_module(name.split(".")[0], layer)
+    if len(mesh) == 2:
+        how = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, grid["tp"], how)
+    fully_shard(model, mesh=grid["fsdp"] if len(mesh) == 2 else grid)
+    return model
+
+
+def save_parallel(rank: int, world: int, directory: str) -> dict[str, Tensor]:
+    model = by_layers(whole_tensors(TP, 0), (2, 2))
+    optimizer = optimizer_for(model, "normuon", **EXACT)
+    train(model, optimizer, range(1, 4))
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=directory)
+    return snapshot(model, optimizer)
+
+
+def load_parallel(
+    rank: int, world: int, mesh: tuple[int, ...], directory: str
+) -> dict[str, Tensor]:
+    model = by_layers(whole_tensors(TP, 99), mesh)
+    optimizer = optimizer_for(model, "normuon", **EXACT)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load({"optim": state}, checkpoint_id=directory)
+    set_optimizer_state_dict(model, optimizer, state)
+    return snapshot(model, optimizer)
+
+
+def test_tensor_parallel_with_fsdp(pool: Any, tmp_path: Path) -> None:
+    """Rows cut twice, and columns cut by one axis: V is whole where columns are cut."""
+    saved = pool.run(save_parallel, str(tmp_path), world=4)
+    variances = variances_of(TP)
+    for found in saved:
+        for name in TP:
+            assert relative_error(found[f"{name}.row_variance"], variances[name]) < 1e-5
+    for mesh, world in [((2, 2), 4), ((2,), 2), ((3,), 3)]:
+        for found in pool.run(load_parallel, mesh, str(tmp_path), world=world):
+            for key, value in saved[0].items():
+                if not key.endswith("weight"):
+                    assert torch.equal(found[key], value), (mesh, key)
 
 
 def variances_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

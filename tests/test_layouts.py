@@ -35,7 +35,8 @@ LAYOUTS: dict[str, tuple[int, Any, Any, dict[str, Any], dict[str, Any]]] = {
     "fsdp on 2": (2, MLP, by_fully_shard, {"mesh": (2,)}, {}),
     "fsdp on 1": (1, MLP, by_fully_shard, {"mesh": (1,)}, {}),
     "columns, 5 on 4": (
-        4, {"w": (12, 5), "v": (7, 15)}, by_placements, {"mesh": (4,), "placements": [Shard(1)]}, {},
+        4, {"w": (12, 5), "v": (7, 15)}, by_placements,
+        {"mesh": (4,), "placements": [Shard(1)]}, {},
     ),
     "columns, 2 on 4": (
         4, {"w": (12, 2)}, by_placements, {"mesh": (4,), "placements": [Shard(1)]}, {},
@@ -58,7 +59,9 @@ LAYOUTS: dict[str, tuple[int, Any, Any, dict[str, Any], dict[str, Any]]] = {
     "tp": (2, MLP, by_tensor_parallel, {"mesh": (2,)}, {}),
     "tp on 4": (4, {"up": (20, 6), "down": (6, 20)}, by_tensor_parallel, {"mesh": (4,)}, {}),
     "fsdp x tp": (4, MLP, by_tensor_parallel, {"mesh": (2, 2)}, {}),
-    "fsdp x tp 4x2": (8, {"up": (16, 6), "down": (6, 20)}, by_tensor_parallel, {"mesh": (4, 2)}, {}),
+    "fsdp x tp 4x2": (
+        8, {"up": (16, 6), "down": (6, 20)}, by_tensor_parallel, {"mesh": (4, 2)}, {},
+    ),
     "fsdp x tp uneven": (4, UNEVEN, by_tensor_parallel, {"mesh": (2, 2)}, {}),
     "both dims": (
         4, {"w": (9, 6), "v": (5, 7)}, by_placements,

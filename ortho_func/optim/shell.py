@@ -512,5 +512,18 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             present=present, meanwhile=elementwise,
         )  # fmt: skip
 
-    options = dict(how) if isinstance(how, dict) else {}
-    return torch.compile(whole_step, fullgraph=True, dynamic=False, **options)
+    return torch.compile(whole_step, fullgraph=True, dynamic=False, **_compiler_options(how))
+
+
+def _compiler_options(how: bool | dict[str, Any]) -> dict[str, Any]:
+    """What ``torch.compile`` is given; by default Inductor keeps the order of the program.
+
+    Its pass for peak memory moves each wait up to its exchange, and then nothing overlaps.
+    """
+    given = dict(how) if isinstance(how, dict) else {}
+    if given.get("backend", "inductor") == "inductor":
+        mode = given.pop("mode", None)
+        preset = torch._inductor.list_mode_options(mode) if mode else {}
+        options = {**preset, **(given.get("options") or {})}
+        given["options"] = {"reorder_for_peak_memory": False, **options}
+    return given

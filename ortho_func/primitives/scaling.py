@@ -125,15 +125,16 @@ def descend_(params: Sequence[Tensor], descent: Descent) -> None:
     if not plain:
         torch._foreach_add_(list(params), descent.updates(params))
         return
+    lr = float(descent.lr)
     if descent.weight_decay:
-        torch._foreach_mul_(list(params), 1 - descent.lr * descent.weight_decay)
+        torch._foreach_mul_(list(params), 1 - lr * descent.weight_decay)
     by_scale: dict[float | Tensor, list[int]] = defaultdict(list)
     for number, scale in enumerate(descent.scales):
         by_scale[scale].append(number)
     for scale, numbers in by_scale.items():
         moved = [params[n] for n in numbers]
         along = [descent.directions[n].reshape(params[n].shape) for n in numbers]
-        torch._foreach_add_(moved, along, alpha=-descent.lr * scale)
+        torch._foreach_add_(moved, along, alpha=-lr * float(scale))
 
 
 def widen(x: Tensor) -> Tensor:
