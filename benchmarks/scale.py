@@ -1,4 +1,4 @@
-"""Plan published models on thousands of ranks; write docs/scale.md: ``python benchmarks/scale.py``."""
+"""Plan published models on thousands of ranks and write docs/scale.md."""
 
 from pathlib import Path
 
@@ -42,7 +42,8 @@ microseconds that each peer adds to an exchange).
   largest matrix.
 - **over bound**: the same over a bound that no assignment of whole matrices to ranks beats
   (bin packing, Martello and Toth's L2). Where `balance` is large and this is 1, there is no better
-  assignment. (Not below: the 70B on 256 ranks has 240 matrices of the largest size, and the remaining 16 ranks
+  assignment. (Not below: the 70B on 256 ranks has 240 matrices of the largest size, and the
+  remaining 16 ranks
   cannot hold the rest below 1.175 of the mean.)
 - **bytes**: what crosses between ranks over the least possible, which is (1 - 1/S) of every matrix
   on the way out and (R - 1/S) on the way home, for R replicas of S even shards.

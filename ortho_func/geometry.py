@@ -55,8 +55,8 @@ __all__ = [
     "replicated_layout",
     "takes_part",
     "this_rank",
-    "work_device",
     "total",
+    "work_device",
 ]
 
 

@@ -825,9 +825,7 @@ def _fits(geometry: MatrixGeometry, grid: Grid, k: int, piece: Piece | None) -> 
 def _describe(made: Plan) -> str:
     total = sum(len(slab.members) for bucket in made.buckets for slab in bucket.slabs)
     count = len(made.buckets)
-    lines = [
-        f"{len(made.params)} parameters, {total} matrices, {count} bucket{'s' * (count != 1)}"
-    ]
+    lines = [f"{len(made.params)} parameters, {total} matrices, {count} bucket{'s' * (count != 1)}"]
     domains = dict.fromkeys(bucket.domain for bucket in made.buckets)
     for domain in domains:
         own = [bucket for bucket in made.buckets if bucket.domain == domain]

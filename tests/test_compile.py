@@ -221,7 +221,7 @@ def test_inductor_on_one_process() -> None:
     models = [plain(seed), plain(seed)]
     with no_graph_breaks():
         opts = [
-            grouped("normuon", *model, orthogonalizer="jordan", ns_steps=2, compile=how)
+            grouped("normuon", *model, orthogonalizer="jordan", ns_steps=1, compile=how)
             for model, how in zip(models, (False, True), strict=True)
         ]
         error = twenty_steps([{**m, **o} for m, o in models], opts, seed)
@@ -265,9 +265,7 @@ def test_the_caller_may_compile_the_step(tensor: bool) -> None:
 # On several.
 
 SHARDED = {"a": (10, 14), "b": (10, 14), "c": (8, 12), "d": (8, 12), "e": (6, 10), "f": (6, 10)}
-UNEVEN = {
-    "a": (5, 12), "b": (9, 12), "c": (12, 5), "d": (2, 7), "e": (9, 12), "f": (12, 5), "g": (3, 7),
-}  # fmt: skip
+UNEVEN = {"a": (5, 12), "b": (9, 12), "c": (12, 5), "d": (2, 7), "e": (9, 12)}
 
 
 def models_on_mesh(
@@ -288,7 +286,7 @@ def compiled_on_ranks(
     with no_graph_breaks():
         opts = [
             grouped(
-                algorithm, *model, orthogonalizer="jordan", ns_steps=2, bucket_bytes=cap,
+                algorithm, *model, orthogonalizer="jordan", ns_steps=1, bucket_bytes=cap,
                 compile=option,
             )
             for model, option in zip(models, (False, how), strict=True)
@@ -409,7 +407,7 @@ def caller_compiles(rank: int, world: int, seed: int) -> tuple[float, int]:
     models = [models_on_mesh(world, UNEVEN, seed) for _ in range(2)]
     backend, rate = Trace(), torch.tensor(0.1)
     with no_graph_breaks():
-        opts = [grouped("normuon", *model, lr=rate, ns_steps=2) for model in models]
+        opts = [grouped("normuon", *model, lr=rate, ns_steps=1) for model in models]
         compiled = torch.compile(opts[1].step, fullgraph=True, backend=backend)
         for step in range(4):
             whole = whole_tensors({**UNEVEN, "bias": (3,)}, seed + step)
@@ -518,15 +516,14 @@ def nodes_of_a_step(world: int, copies: int, rows: int, wire: str) -> int:
 
 @pytest.mark.parametrize(("rows", "wire"), [(64, "auto"), (72, "exact")])
 def test_the_graph_does_not_grow_with_the_world(rows: int, wire: str) -> None:
-    few, many = (nodes_of_a_step(world, 4, rows, wire) for world in (8, 64))
+    few, many = (nodes_of_a_step(world, 3, rows, wire) for world in (8, 64))
     assert many <= few
-    # Nor is there a node for each pair of a rank and a matrix: there are 512 pairs more here.
-    assert many < 64 * 8
+    assert many < 64 * 6  # nor is there a node for each pair of a rank and a matrix
 
 
 def test_the_graph_grows_with_parameters_by_a_few_nodes_each() -> None:
-    few, many = (nodes_of_a_step(64, copies, 64, "auto") for copies in (2, 8))
-    assert (many - few) / 12 < 40
+    few, many = (nodes_of_a_step(64, copies, 64, "auto") for copies in (1, 3))
+    assert (many - few) / 4 < 40
 
 
 # Gradients that are not there.
