@@ -35,16 +35,15 @@ python -m ortho_func plan llama3-70b --ranks 1024 --mesh fsdp-tp:8 --plot load.p
 
 A plan is arithmetic on shapes, so no process and no device is needed to know what every one of
 4096 ranks will do. Muon with the default orthogonalizer, bfloat16 on the wire, buckets of
-{bucket} MiB; times are estimates for `{hardware}` (10^12 FLOP/s, 10^9 bytes/s each way,
-microseconds that each peer adds to an exchange).
+{bucket} MiB. Times are estimates for `{hardware}`: 10^12 FLOP/s,
+10^9 bytes/s each way, microseconds that each peer adds to an exchange.
 
 - **balance**: the busiest rank's floating-point operations over the larger of the mean and the
   largest matrix.
 - **over bound**: the same over a bound that no assignment of whole matrices to ranks beats
   (bin packing, Martello and Toth's L2). Where `balance` is large and this is 1, there is no better
-  assignment. (Not below: the 70B on 256 ranks has 240 matrices of the largest size, and the
-  remaining 16 ranks
-  cannot hold the rest below 1.175 of the mean.)
+  assignment. (Not below: the 70B on 256 ranks has 240 matrices of the largest size, and the other
+  16 ranks cannot hold the rest below 1.175 of the mean.)
 - **bytes**: what crosses between ranks over the least possible, which is (1 - 1/S) of every matrix
   on the way out and (R - 1/S) on the way home, for R replicas of S even shards.
 - **a rank's wire**: the most that any rank sends or receives in a step.
@@ -115,7 +114,7 @@ def main() -> None:
                 found.append((planned, figures))
                 print(name, *lines[-1], flush=True)
         counts = ", ".join(f"{n} of {r}×{c}" for (r, c), n in figures.shapes.items())
-        parts += [f"\n## {name}\n", f"{figures.matrices} matrices: {counts}. "]
+        parts += [f"\n## {name}\n", f"{figures.matrices} matrices: {counts}."]
         parts += [f"Shapes: <{model.source}>.\n", markdown(Table(name, HEAD, lines))]
     PAGE.write_text(prose(hardware) + "\n".join(parts) + "\n" + reading(found))
 

@@ -454,11 +454,13 @@ def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> Any:
 
 
 def placed(tensor: Tensor) -> str:
-    """In words, how a parameter is placed."""
+    """In words, how a parameter is placed, and on what its matrices are worked on."""
+    device = work_device(tensor).type
     if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
-        return "replicated"
+        return f"replicated, on {device}"
     placements = ", ".join(map(str, tensor.placements))
-    return f"placements ({placements}) on a mesh of shape {tuple(tensor.device_mesh.mesh.shape)}"
+    mesh = tuple(tensor.device_mesh.mesh.shape)
+    return f"placements ({placements}) on a mesh of shape {mesh}, on {device}"
 
 
 def group_over(tensors: Sequence[Tensor], process_group: ProcessGroup | None) -> Any:

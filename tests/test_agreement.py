@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import ortho_func
+from ortho_func import geometry
 
 SHAPES = {"a": (5, 4), "b": (4, 6), "c": (6, 6), "d": (3, 4)}
 
@@ -256,6 +257,20 @@ def test_type_errors(pool: Any) -> None:
     pool.expect_error(build_wrong_type, True, world=2, raises=TypeError, match="nesterov")
     match = "rank 1: nesterov"
     pool.expect_error(build_wrong_type, False, world=2, raises=ValueError, match=match)
+
+
+def build_on_devices(rank: int, world: int) -> None:
+    params = named(world)
+    with pytest.MonkeyPatch.context() as patch:  # stands for a machine with an accelerator
+        if rank == 1:
+            patch.setattr(geometry, "work_device", lambda tensor: torch.device("cuda", 0))
+        ortho_func.Muon(params)
+
+
+def test_a_mesh_of_several_kinds_of_devices(pool: Any) -> None:
+    pool.expect_error(
+        build_on_devices, world=2, raises=ValueError, match=r"(?s)rank 0: .*on cpu.*rank 1: .*cuda"
+    )
 
 
 # ---------------------------------------------------------------------------------------------

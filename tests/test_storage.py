@@ -31,6 +31,7 @@ from ortho_func.plan import ParamSpec
 
 EXACT = {"orthogonalizer": "svd", "wire_dtype": torch.float32, "compute_dtype": torch.float32}
 HYPER = {"lr": 0.1, "weight_decay": 0.2}
+TRACED = {"backend": "aot_eager"}
 
 
 class Net(nn.Module):
@@ -149,14 +150,18 @@ MOVES: list[Callable[[nn.Module], None]] = [
 
 
 def train_and_move(
-    rank: int, world: int, move: Callable[[nn.Module], None], algorithm: str, compiled: bool
+    rank: int,
+    world: int,
+    move: Callable[[nn.Module], None],
+    algorithm: str,
+    how: bool | dict[str, str],
 ) -> list[float]:
     model = sharded_net(world)
     follower = Follower(model, algorithm)
     cls, _, extra = WHOLE[algorithm]
     selection = {"selection": "global"} if algorithm.startswith("dion") else {}
     optimizer = cls(  # before the first forward, in which FSDP2 looks at its parameters again
-        model.named_parameters(), compile=compiled, **EXACT, **HYPER, **extra, **selection
+        model.named_parameters(), compile=how, **EXACT, **HYPER, **extra, **selection
     )
     errors = []
     for step in range(6):
@@ -179,7 +184,7 @@ def test_train_move_train_on(pool: Any, move: Callable[[nn.Module], None], algor
 
 
 def test_a_compiled_step_follows(pool: Any) -> None:
-    for errors in pool.run(train_and_move, empty_and_load, "normuon", True, world=3, timeout=200):
+    for errors in pool.run(train_and_move, empty_and_load, "normuon", TRACED, world=3, timeout=200):
         assert max(errors) < 1e-4, errors
 
 
@@ -402,7 +407,7 @@ def test_groups_end_and_begin(pool: Any, tmp_path: Path) -> None:
         assert max(errors) < 1e-5, errors
 
 
-def step_and_leave(rank: int, world: int, directory: str, compiled: bool) -> float:
+def step_and_leave(rank: int, world: int, directory: str, how: bool | dict[str, str]) -> float:
     start = 0.0
     for turn in range(2):
         if turn:
@@ -415,7 +420,7 @@ def step_and_leave(rank: int, world: int, directory: str, compiled: bool) -> flo
         tensors = whole_tensors({"a": (5, 4), "b": (4, 6)}, 0)
         parameters = [nn.Parameter(t) for t in tensors.values()]
         optimizer = ortho_func.Muon(
-            parameters, process_group=dist.group.WORLD, compile=compiled, **EXACT
+            parameters, process_group=dist.group.WORLD, compile=how, **EXACT
         )
         for p in parameters:
             p.grad = torch.ones_like(p).tril()
@@ -426,6 +431,6 @@ def step_and_leave(rank: int, world: int, directory: str, compiled: bool) -> flo
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_leaving_right_after_a_step(pool: Any, tmp_path: Path, compiled: bool) -> None:
-    assert max(pool.run(step_and_leave, str(tmp_path), compiled, world=2, timeout=200)) < 5
+@pytest.mark.parametrize("how", [False, TRACED], ids=["eager", "compiled"])
+def test_leaving_right_after_a_step(pool: Any, tmp_path: Path, how: Any) -> None:
+    assert max(pool.run(step_and_leave, str(tmp_path), how, world=2, timeout=200)) < 5

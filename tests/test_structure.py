@@ -68,6 +68,59 @@ def test_imports_point_down(path: Path) -> None:
             assert name.split(".")[-1] in SHARED_PRIMITIVES, f"{module_of(path)} imports {name}"
 
 
+# Within a folder: what a file may build on besides the bases, which anyone may.
+BASES = {"rule", "transform"}
+SIBLINGS = {
+    "trees": {"geometry"},
+    "primitives.momentum": {"foreach"},
+    "primitives.normalization": {"momentum", "roots"},
+    "primitives.orthogonalize": {"roots"},
+    "primitives.scaling": {"foreach", "momentum"},
+    "algorithms.normuon": {"muon"},
+    "algorithms.dion3": {"dion2"},
+    "algorithms.elementwise": {"adamw", "lion"},
+    "algorithms.pointwise": {"adamw", "lion"},
+    "algorithms.distributed": {"program"},
+    "algorithms.matrixwise": {"distributed", "local", "program"},
+    "algorithms.functional": {"dion2", "dion3", "matrixwise", "muon", "normuon"},
+    "optim.shell": {"agreement", "options"},
+    "optim.optimizers": {"shell"},
+}
+
+
+def siblings(path: Path) -> set[str]:
+    """The files of its own layer that a file imports, by their last name."""
+    here, known = layer_of(module_of(path)), {module_of(other) for other in FILES}
+    found = set()
+    for name in imports(path):
+        module = name if name in known else name.rpartition(".")[0]
+        if module in known and layer_of(module) == here:
+            found.add(module.rpartition(".")[2])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_of(path) for path in FILES])
+def test_siblings_build_on_each_other_as_the_table_says(path: Path) -> None:
+    module = module_of(path).removeprefix("ortho_func.")
+    if module.startswith(("cli", "__main__")):
+        return  # a program, not a library
+    assert siblings(path) - BASES <= SIBLINGS.get(module, set())
+
+
+def test_the_table_of_siblings_is_up_to_date_and_has_no_cycle() -> None:
+    built: dict[str, set[str]] = {}
+    by_name = {module_of(path).removeprefix("ortho_func."): path for path in FILES}
+    assert set(SIBLINGS) <= set(by_name)
+    for module, allowed in SIBLINGS.items():
+        assert allowed <= siblings(by_name[module]), module
+        built[module.rpartition(".")[2]] = allowed
+    done: set[str] = set()
+    while left := {name for name in built if name not in done}:
+        ready = {name for name in left if not (built[name] & set(built)) - done}
+        assert ready, f"a cycle among {sorted(left)}"
+        done |= ready
+
+
 def names_in(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -84,6 +137,14 @@ def test_only_geometry_inspects_dtensor() -> None:
 def test_only_one_file_touches_functional_collectives() -> None:
     using = {module_of(path) for path in FILES if "_c10d_functional" in names_in(path)}
     assert using == {"ortho_func.primitives.collectives"}
+
+
+def test_waiting_for_a_gradient_in_flight_is_all_that_geometry_knows_of_collectives() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and "functional_collectives" in (node.module or ""):
+                assert module_of(path) == "ortho_func.geometry"
+                assert [alias.name for alias in node.names] == ["AsyncCollectiveTensor"]
 
 
 def test_nothing_imports_triton() -> None:
@@ -115,4 +176,42 @@ for kind in (Muon, NorMuon, Dion2, Dion3):
     ids=["without triton", "without distributed"],
 )
 def test_imports_and_steps(setting: str) -> None:
-    subprocess.run([sys.executable, "-c", setting + STEP], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", setting + STEP], check=True, timeout=240)
+
+
+def test_import_adds_nothing_heavy() -> None:
+    """Neither the compiler nor the command line, nor anything beyond torch and einops."""
+    code = """
+import sys
+import einops, torch, torch.distributed.tensor
+before = set(sys.modules)
+import ortho_func
+added = {name for name in set(sys.modules) - before if not name.startswith("ortho_func")}
+assert not added, sorted(added)
+assert not [name for name in sys.modules if name.startswith("ortho_func.cli")]
+assert not [name for name in sys.modules if name.startswith(("torch._inductor.", "triton"))]
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=240)
+
+
+def test_mistakes_are_errors_without_assertions_too() -> None:
+    """`python -O` drops asserts: what a user does wrong must not depend on them."""
+    code = """
+import torch
+from ortho_func import Muon, plan
+def refused(action):
+    try:
+        action()
+    except ValueError:
+        return True
+    return False
+weight = torch.nn.Parameter(torch.randn(2, 3, 4))
+if __debug__ or not all(map(refused, [
+    lambda: Muon([weight]),
+    lambda: Muon([weight], flatten=False, lr=-1.0),
+    lambda: plan({"w": weight}),
+    lambda: Muon([torch.nn.Parameter(torch.randn(3))]),
+])):
+    raise SystemExit(1)
+"""
+    subprocess.run([sys.executable, "-O", "-c", code], check=True, timeout=240)

@@ -19,7 +19,7 @@ from ortho_func.plan import Balance, Matrix, ParamSpec, Plan, Travel, Wire, buil
 from ortho_func.primitives.scaling import Descent, lr_scale
 from ortho_func.routing import Batch, Entry, Route, routes
 
-__all__ = ["Program", "Sink", "bind", "matrix_step", "plan_for"]
+__all__ = ["Program", "Sink", "bind", "matrix_step", "one_device", "plan_for"]
 
 
 class Sink(Protocol):
@@ -112,13 +112,7 @@ def bind(
     Raises:
         ValueError: if that is not one device for all.
     """
-    work = set(devices if work_devices is None else work_devices)
-    if len(work) > 1:
-        raise ValueError(
-            f"the matrices of one optimizer lie on {', '.join(sorted(map(str, work)))}: they must "
-            "share a device. Build one optimizer for each."
-        )
-    device = work.pop() if work else torch.device("cpu")
+    device = one_device(devices if work_devices is None else work_devices)
     found = routes(made, rank, device)
     names = tuple(
         None if route.bucket.local else group_names[route.bucket.items[0].param] for route in found
@@ -132,6 +126,17 @@ def bind(
     )
     away = device if any(home != device for home in devices) else None
     return Program(made, found, names, tuple(rules), tuple(hyper_of), frames, away)
+
+
+def one_device(devices: Sequence[torch.device]) -> torch.device:
+    """The device that all matrices share, or `ValueError`."""
+    found = sorted(set(map(str, devices)))
+    if len(found) > 1:
+        raise ValueError(
+            f"the matrices of one optimizer lie on {', '.join(found)}: they must share a device. "
+            "Build one optimizer for each."
+        )
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _frame(

@@ -15,11 +15,11 @@ from ortho_func.cli.models import MODELS, find_model
 from ortho_func.cli.plot import check_plot, draw
 from ortho_func.cli.report import figure_table, shape_table, title
 from ortho_func.cli.table import show
-from ortho_func.optim.options import MATRIX_ALGORITHMS
 from ortho_func.primitives.orthogonalize import METHODS
 
 __all__ = ["main"]
 
+_ALGORITHMS = ("muon", "normuon", "dion2", "dion3")  # those that orthogonalize by `--method`
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -83,7 +83,7 @@ def _add_mesh_options(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_algorithm_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--algorithm", default="muon", choices=MATRIX_ALGORITHMS)
+    plan.add_argument("--algorithm", default="muon", choices=_ALGORITHMS)
     plan.add_argument("--method", default="auto", choices=METHODS, help="the orthogonalizer")
     plan.add_argument("--steps", type=int, help="of the orthogonalizer's schedule")
     plan.add_argument("--fraction", type=float, default=0.25, help="of dion2 and dion3")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.elementwise import ElementRule
-from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
+from ortho_func.algorithms.program import Program, bind, matrix_step, one_device, plan_for
 from ortho_func.algorithms.rule import MatrixRule
 from ortho_func.geometry import (
     aligned,
@@ -210,7 +210,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             [rule_of(group) for group in groups],
             [group["wire_dtype"] for group in groups],
             [cost_of(group) for group in groups],
-            bucket_bytes=self._bucket_bytes(matrices[0].device),
+            bucket_bytes=self._bucket_bytes(one_device([work_device(p) for p in matrices])),
             wire=self._settings["wire"],
             balance=self._settings["balance"],
         )
