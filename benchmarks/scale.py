@@ -70,8 +70,8 @@ READING = """
 - Experts and dense layers on different meshes over the same ranks are balanced together.
 - Owners are chosen among ranks that hold a piece wherever that leaves the balance alone, so the
   wire stays within {worst} of the least possible on all {count} plans here.
-- A full all-to-all connects a rank with every other that owns or holds anything. On 4096 ranks
-  these thousands of messages, not the bytes, are most of an exchange's time.
+- A full all-to-all connects a rank with every other that owns or holds anything. On 4096 ranks and
+  with many buckets (DeepSeek-V3, `ep:8`) these messages, not the bytes, are most of the time.
 - The slowest plan here took {slowest}.
 """
 

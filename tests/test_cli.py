@@ -264,6 +264,7 @@ def test_as_a_module() -> None:
 # The doctor.
 
 
+@pytest.mark.timeout(700)  # starts three processes that import torch
 def test_two_processes_agree_with_one(capsys: Any) -> None:
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
