@@ -248,8 +248,10 @@ def plan(
             of three or more dims.
         process_group: the group over which plain tensors are replicated (DDP).
         wire_dtype: the dtype in which matrices and results travel.
-        bucket_bytes: bound on what one rank has in flight in one exchange; by default 64 MiB,
-            on CPUs 8 MiB.
+        bucket_bytes: bound on the matrices that one rank owns in a bucket (a larger one alone
+            excepted); by default 64 MiB, on CPUs 8 MiB. Of S even shards a rank sends and gets
+            back no more; with replicas (HSDP, DDP) it gets back as many times that as there are
+            replicas.
         wire: "dense" pads pieces to equal size, "exact" sends what there is; "auto" takes dense
             where padding costs less than one per cent.
         balance: "cost" gives every rank equally much arithmetic; "uniform" gives every rank the

@@ -9,8 +9,16 @@ import pytest
 import torch
 from layouts import WHOLE, by_fully_shard, whole_tensors
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ortho_func.algorithms.dion2 import Dion2Rule
+from ortho_func.algorithms.dion3 import Dion3Rule
+from ortho_func.algorithms.muon import MuonRule
+from ortho_func.geometry import mesh_layout
+from ortho_func.plan import ParamSpec, Travel, build_plan
+from ortho_func.routing import routes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -99,3 +107,28 @@ def test_sharded(pool: Any, algorithm: str) -> None:
     for (small, shards), (large, _) in zip(bounded, whole, strict=True):
         assert small < shards, (small, shards)
         assert large > 2 * small, "the bound does nothing"
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_what_comes_home_is_bounded_by_the_replicas(replicas: int, shards: int) -> None:
+    """An owner works on `bucket_bytes`; a rank gets back that much once for each replica."""
+    layout = mesh_layout((64, 64), tuple(range(8)), (replicas, shards), (Replicate(), Shard(0)))
+    bucket_bytes = 2 * 64 * 64 * 2  # two matrices in bf16
+    made = build_plan(
+        tuple(ParamSpec(f"w{n}", layout) for n in range(64)), (Travel(),), bucket_bytes=bucket_bytes
+    )
+    for rank in range(8):
+        for route in routes(made, rank):
+            assert sum(route.arrive) * 2 <= bucket_bytes
+            assert sum(route.home) * 2 <= replicas * bucket_bytes
+    assert len(made.buckets) == 64 // (2 * 8), "buckets are not filled"
+
+
+def test_cost_counts_the_fraction_once() -> None:
+    """What shards select is costed at the shape that travels, what owners select by its share."""
+    for kind in (Dion2Rule, Dion3Rule):
+        rule = kind(fraction=0.25)
+        by_owner = rule.travel().flops(64, 256)
+        by_shards = rule.for_cut("row").travel().flops(16, 256)
+        assert by_owner == 0.25 * MuonRule().travel().flops(64, 256)
+        assert by_shards == MuonRule().travel().flops(16, 256)

@@ -299,7 +299,7 @@ def test_the_work_is_where_the_mesh_is(kind: Any, wire: Any, work: str) -> None:
     for rank in range(3):
         with FakeTensorMode():
             made, rules, hyper_of = plan_for(
-                specs, [kind(orthogonalizer=notes)], [torch.bfloat16], [None],
+                specs, [kind(orthogonalizer=notes)], [torch.bfloat16],
                 bucket_bytes=2**20, wire=wire,
             )  # fmt: skip
             program = bind(
@@ -325,9 +325,7 @@ def test_the_work_is_where_the_mesh_is(kind: Any, wire: Any, work: str) -> None:
 
 def test_matrices_on_two_devices_are_an_error() -> None:
     specs = [ParamSpec(name, replicated_layout((4, 6), (0,))) for name in "ab"]
-    made, rules, hyper_of = plan_for(
-        specs, [MuonRule()], [torch.bfloat16], [None], bucket_bytes=2**20
-    )
+    made, rules, hyper_of = plan_for(specs, [MuonRule()], [torch.bfloat16], bucket_bytes=2**20)
     with pytest.raises(ValueError, match="lie on cpu, meta: they must share a device"):
         bind(
             made, rules, hyper_of, rank=0, group_names=[None, None],

@@ -54,7 +54,8 @@ class Dion2Rule(MatrixRule):
 
     def travel(self, **common: Any) -> Travel:
         """Whole matrices, unrounded where they stay: their norms are compared."""
-        return Travel(algorithm=self.name, sides=self.sides, **common)
+        cost = self.cost(self.fraction)
+        return Travel(algorithm=self.name, sides=self.sides, cost=cost, **common)
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
@@ -103,7 +104,7 @@ class LocalDion2Rule(Dion2Rule):
 
     def travel(self, **common: Any) -> Travel:
         """Only the selected slices travel."""
-        return Travel(algorithm=self.name, fraction=self.fraction, **common)
+        return Travel(algorithm=self.name, fraction=self.fraction, cost=self.cost(), **common)
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]

@@ -105,7 +105,13 @@ class LocalDion3Rule(Dion3Rule):
 
     def travel(self, **common: Any) -> Travel:
         """Only the selected rows travel."""
-        return Travel(algorithm=self.name, fraction=self.fraction, sides=self.sides, **common)
+        return Travel(
+            algorithm=self.name,
+            fraction=self.fraction,
+            sides=self.sides,
+            cost=self.cost(),
+            **common,
+        )
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]

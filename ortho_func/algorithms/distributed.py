@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
 from ortho_func.algorithms.rule import Hyper, MatrixRule
 from ortho_func.geometry import this_rank
 from ortho_func.plan import Plan
-from ortho_func.primitives.orthogonalize import Orthogonalizer, flops
 from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Entry
 
@@ -31,7 +30,6 @@ def program_of(made: Plan, rule: MatrixRule) -> Program:
         [replace(spec, group=0) for spec in made.params],
         [rule],
         [made.groups[0].wire_dtype],
-        [_cost_of(rule)],
         bucket_bytes=made.bucket_bytes,
         wire=made.wire,
         balance=made.balance,
@@ -44,18 +42,6 @@ def program_of(made: Plan, rule: MatrixRule) -> Program:
         devices=[place.device for place in made.places],
         group_names=[place.group for place in made.places],
     )
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """What one matrix costs to orthogonalize; a hashable function."""
-
-    share: float
-    method: str
-    steps: int | None
-
-    def __call__(self, rows: int, cols: int) -> float:
-        return self.share * flops(rows, cols, method=self.method, steps=self.steps)
 
 
 def shard_step(
@@ -76,14 +62,6 @@ def shard_step(
         {name: found.state(n, name, old) for name, old in s.items()} for n, s in enumerate(state)
     ]
     return updates, new
-
-
-def _cost_of(rule: MatrixRule) -> _Cost:
-    """By the rule's orthogonalizer; a callable counts as the default."""
-    share, one = float(getattr(rule, "fraction", 1.0)), rule.orthogonalizer
-    if isinstance(one, Orthogonalizer):
-        return _Cost(share, one.method, one.steps)
-    return _Cost(share, "auto", None)
 
 
 class _Collected:

@@ -60,7 +60,6 @@ def plan_for(
     specs: Sequence[ParamSpec],
     rules: Sequence[MatrixRule],
     wires: Sequence[torch.dtype],
-    costs: Sequence[Callable[[int, int], float] | None],
     *,
     bucket_bytes: int,
     wire: Wire = "auto",
@@ -78,9 +77,7 @@ def plan_for(
         rule = rules[spec.group].for_cut(local_cut(spec.layout, spec.reading))
         number = found.setdefault((spec.group, rule), len(found))
         placed.append(replace(spec, group=number))
-    travels: list[Travel] = [
-        rule.travel(wire_dtype=wires[group], cost=costs[group]) for group, rule in found
-    ]
+    travels: list[Travel] = [rule.travel(wire_dtype=wires[group]) for group, rule in found]
     made = build_plan(
         tuple(placed), tuple(travels), bucket_bytes=bucket_bytes, wire=wire, balance=balance
     )

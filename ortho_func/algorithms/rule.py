@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ortho_func.plan import Travel
 from ortho_func.primitives.momentum import Scalar
-from ortho_func.primitives.orthogonalize import get_orthogonalizer
+from ortho_func.primitives.orthogonalize import Orthogonalizer, flops, get_orthogonalizer
 from ortho_func.primitives.scaling import Descent
 
-__all__ = ["Emission", "Frame", "Hyper", "MatrixRule", "State", "Step"]
+__all__ = ["Cost", "Emission", "Frame", "Hyper", "MatrixRule", "State", "Step"]
 
 Hyper = Mapping[str, Scalar]
 Step = Descent | list[Tensor]
@@ -49,6 +49,22 @@ class Emission(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What one matrix costs to orthogonalize: a value, since plans are compared and pickled.
+
+    `share` is the part of the matrix's slices that the owner works on.
+    """
+
+    method: str
+    steps: int | None
+    share: float = 1.0
+
+    def __call__(self, rows: int, cols: int) -> float:
+        """Floating-point operations for a matrix of this shape."""
+        return self.share * flops(rows, cols, method=self.method, steps=self.steps)
+
+
+@dataclass(frozen=True)
 class MatrixRule:
     """The static part of an algorithm: everything that changes what is traced.
 
@@ -75,8 +91,16 @@ class MatrixRule:
             algorithm=self.name,
             sides=self.sides,
             local_dtype=getattr(self.orthogonalizer, "input_dtype", None),
+            cost=self.cost(),
             **common,
         )
+
+    def cost(self, share: float = 1.0) -> Cost:
+        """What one matrix that travels costs; a callable orthogonalizer counts as the default."""
+        one = self.orthogonalizer
+        if isinstance(one, Orthogonalizer):
+            return Cost(one.method, one.steps, share)
+        return Cost("auto", None, share)
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]

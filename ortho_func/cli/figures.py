@@ -17,7 +17,7 @@ from ortho_func.cli.hardware import Hardware
 from ortho_func.cli.meshes import Mesh, specs_of
 from ortho_func.cli.models import Model
 from ortho_func.cli.traffic import Exchange, Peers, exchanges, least_bytes
-from ortho_func.optim.options import DEFAULTS, cost_of, rule_of
+from ortho_func.optim.options import DEFAULTS, rule_of
 from ortho_func.plan import Bucket, Plan, Slab, Travel, slice_count
 from ortho_func.primitives.orthogonalize import flops
 from ortho_func.routing import routes
@@ -46,7 +46,6 @@ def make_plan(
         specs_of(model, mesh),
         [rule_of(group)],
         [group["wire_dtype"]],
-        [cost_of(group)],
         bucket_bytes=bucket_bytes,
         wire=wire,
     )

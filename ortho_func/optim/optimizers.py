@@ -65,8 +65,9 @@ class Muon(OrthogonalOptimizer):
         wire_dtype: dtype in which matrices travel between ranks.
         compute_dtype: dtype in which they are orthogonalized.
         process_group: for plain tensors that are replicated over it (DDP).
-        bucket_bytes: bound on what a rank has in flight in one exchange; by default 64 MiB, on
-            CPUs 8 MiB.
+        bucket_bytes: bound on the matrices that a rank owns in a bucket (a larger one alone
+            excepted); by default 64 MiB, on CPUs 8 MiB. With replicas (HSDP, DDP) a rank gets
+            back as many times that as there are replicas.
         wire: "auto", "dense" or "exact": how pieces lie on the wire; results are the same.
         balance: "cost", every rank does equally much arithmetic; or "uniform", every rank has the
             same batch of every shape, filled up with zero matrices, and so the same graph: for

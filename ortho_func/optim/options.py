@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule
 from ortho_func.geometry import Reading
-from ortho_func.primitives.orthogonalize import flops, get_orthogonalizer
+from ortho_func.primitives.orthogonalize import get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
 
 __all__ = [
     "ALGORITHMS",
     "DEFAULTS",
     "check_group",
-    "cost_of",
     "reading_of",
     "rule_of",
     "static_key",
@@ -169,27 +167,6 @@ def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
     kind = ELEMENT_ALGORITHMS[group["algorithm"]]
     first, second = group["betas"]
     return kind((float(first), float(second)), float(group["adam_eps"]), group["cautious"])
-
-
-@dataclass(frozen=True)
-class _Cost:
-    """What one matrix costs: a value, since plans are compared and pickled."""
-
-    method: str
-    steps: int | None
-    share: float
-
-    def __call__(self, rows: int, cols: int) -> float:
-        return self.share * flops(rows, cols, method=self.method, steps=self.steps)
-
-
-def cost_of(group: Mapping[str, Any]) -> Callable[[int, int], float]:
-    """What one matrix costs by the group's orthogonalizer; a callable counts as the default."""
-    method, steps = group["orthogonalizer"], group["ns_steps"]
-    if not isinstance(method, str):
-        method, steps = "auto", None
-    share = group["fraction"] if group["algorithm"] in ("dion2", "dion3") else 1.0
-    return _Cost(method, steps, share)
 
 
 def reading_of(group: Mapping[str, Any]) -> Reading:
