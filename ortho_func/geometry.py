@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +39,7 @@ __all__ = [
     "MatrixGeometry",
     "Piece",
     "Reading",
+    "Sums",
     "aligned",
     "domain_group",
     "group_over",
@@ -52,6 +53,7 @@ __all__ = [
     "placed",
     "ranks_in",
     "ranks_of",
+    "replica_groups",
     "replicated_layout",
     "takes_part",
     "this_rank",
@@ -87,30 +89,60 @@ class Domain(NamedTuple):
         return len(self.ranks)
 
 
+class Sums(NamedTuple):
+    """Which replicas hold terms of one sum instead of equal copies.
+
+    Ranks with the same `families[i]` hold its terms: an owner adds up what all replicas in its
+    own family send, and divides by `over`.
+    """
+
+    families: tuple[int, ...]
+    over: int = 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each rank of a domain holds which box of one parameter.
 
     `boxes[i]` is what the i-th rank of the domain holds, possibly empty. Ranks with the same
-    `replicas[i]` hold the parameter once between them.
+    `replicas[i]` hold the parameter once between them: all of it, or one term of a sum.
     """
 
     shape: tuple[int, ...]
     domain: Domain
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
+    sums: Sums | None = None
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # of thousands of boxes, and layouts are keys of caches
-        return hash((self.shape, self.domain, self.boxes, self.replicas))
+        return hash((self.shape, self.domain, self.boxes, self.replicas, self.sums or ()))
 
-    def sources(self, owner: int) -> tuple[int, ...]:
-        """The ranks from which `owner` collects: those of its own replica, in domain order."""
-        mine = self.replicas[owner]
-        return tuple(rank for rank, replica in enumerate(self.replicas) if replica == mine)
+    @property
+    def families(self) -> tuple[int, ...]:
+        """Ranks with the same number are collected from together: those of one replica or sum."""
+        return self.replicas if self.sums is None else self.sums.families
+
+    @cached_property
+    def terms(self) -> int:
+        """How many replicas an owner adds up."""
+        pairs = set(zip(self.families, self.replicas, strict=True))
+        return len(pairs) // len(set(self.families))
+
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the parameter once between them, `rank` among them, in order."""
+        mine = self.replicas[rank]
+        return tuple(other for other, replica in enumerate(self.replicas) if replica == mine)
+
+    def averaged(self) -> Layout:
+        """The same boxes, where replicas hold the terms of an average instead of equal copies."""
+        count = len(set(self.replicas))
+        if count == 1:
+            return self
+        return replace(self, sums=Sums((0,) * self.domain.size, count))
 
 
 @dataclass(frozen=True)
@@ -451,6 +483,18 @@ def ranks_in(process_group: ProcessGroup) -> tuple[int, ...]:
 def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> Any:
     """The process group over which one parameter's pieces travel, None if it is on its own."""
     return group_over([tensor], process_group) if on_mesh(tensor) else process_group
+
+
+def replica_groups(tensor: Tensor, process_group: ProcessGroup | None) -> list[Any]:
+    """The process groups over which a parameter is replicated, one for each axis of its mesh."""
+    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        return [] if process_group is None else [process_group]
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    ]
 
 
 def placed(tensor: Tensor) -> str:

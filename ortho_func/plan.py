@@ -142,6 +142,8 @@ class Bucket:
     dense: bool
     items: tuple[Item, ...]
     slabs: tuple[Slab, ...]
+    terms: int = 1  # how many replicas' contributions an owner adds up
+    over: int = 1  # and what it divides the sum by
 
     @property
     def local(self) -> bool:
@@ -225,7 +227,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def _fingerprint(layout: Layout) -> str:
-    return hashlib.sha256(repr(layout.boxes).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr((layout.boxes, layout.sums)).encode()).hexdigest()[:12]
 
 
 def plan(
@@ -237,6 +239,7 @@ def plan(
     bucket_bytes: int | None = None,
     wire: Wire = "auto",
     balance: Balance = "cost",
+    reduce_gradients: bool = False,
 ) -> Plan:
     """Plan the distributed step of a pytree of parameters, without communication.
 
@@ -257,6 +260,9 @@ def plan(
         balance: "cost" gives every rank equally much arithmetic; "uniform" gives every rank the
             same batch of every shape, filled up with zero matrices, so that all ranks trace the
             same graph wherever their shards are of equal shape.
+        reduce_gradients: whether replicas hold gradients of their own (DDP under ``no_sync``).
+            Each then sends what it has to the owner, which works on the average, and the
+            first exchange takes the place of the gradients' all-reduce.
 
     Raises:
         ValueError: a parameter that cannot be read as matrices, or a placement such as Partial.
@@ -274,6 +280,8 @@ def plan(
         names, leaves, readings_of(names, leaves, readings), strict=True
     ):
         layout = layout_of(leaf, process_group=process_group, name=name)
+        if reduce_gradients:
+            layout = layout.averaged()
         specs.append(ParamSpec(name, layout, reading, 0, leaf.dtype))
         group = domain_group(leaf, process_group)
         places.append(Place(local(leaf).device, None if group is None else group.group_name))
@@ -380,8 +388,11 @@ def slice_count(fraction: float, extent: int) -> int:
 def local_cut(layout: Layout, reading: Reading) -> str | None:
     """Along which dim each shard can select slices of its own: "row", "col", or None.
 
-    None where a shard's matrices are whole, cut both ways, or blocks of one parameter.
+    None where a shard's matrices are whole, cut both ways, or blocks of one parameter; and where
+    shards hold terms of a sum, which only the owner knows.
     """
+    if layout.terms > 1:
+        return None
     found = matrices(layout, reading)
     alike = {id(geometry.pieces): geometry for geometry in found}
     cuts = {split_dim(geometry) for geometry in alike.values()}
@@ -396,7 +407,7 @@ def travelling(layout: Layout, reading: Reading, travel: Travel) -> tuple[Matrix
     cut = local_cut(layout, reading) if travel.fraction is not None else None
     if cut is None or travel.fraction is None:
         return found
-    shards, fraction = len(layout.sources(0)), travel.fraction
+    shards, fraction = len(layout.replica(0)), travel.fraction
     chosen: dict[int, MatrixGeometry] = {}
     for geometry in found:
         if id(geometry.pieces) not in chosen:
@@ -534,14 +545,24 @@ def _busiest(costs: Sequence[float], owners: Sequence[int], world: int) -> float
 # Buckets
 
 
+class _Stream(NamedTuple):
+    """What all matrices of a bucket have in common."""
+
+    dtype: torch.dtype
+    gathers: bool
+    returns: bool
+    terms: int
+    over: int
+
+
 class _Atom(NamedTuple):
     """What cannot be cut further into buckets: a parameter, or a range of a stack."""
 
     item: Item
     members: tuple[Matrix, ...]
-    stream: tuple[Any, ...]
+    stream: _Stream
     cost: float
-    share: float  # of the parameter that travels; all of it is worked on
+    share: float  # of what the owner works on: what travels to it, in terms of its own
 
 
 def _buckets(
@@ -557,7 +578,7 @@ def _buckets(
     by_param: dict[int, list[Matrix]] = defaultdict(list)
     for matrix in owned:
         by_param[matrix.param].append(matrix)
-    streams: dict[tuple[Any, ...], list[_Atom]] = defaultdict(list)
+    streams: dict[_Stream, list[_Atom]] = defaultdict(list)
     for number, members in by_param.items():
         spec = params[number]
         travel = groups[spec.group]
@@ -565,10 +586,10 @@ def _buckets(
         for atom in _atoms(spec, number, members, travel, cap, cost_of, holders):
             streams[atom.stream].append(atom)
     buckets = []
-    for (dtype, gathers, returns), atoms in streams.items():
+    for stream, atoms in streams.items():
         atoms.sort(key=lambda atom: (-atom.cost, atom.item))
-        for chunk in _fill(atoms, dtype.itemsize, bucket_bytes):
-            buckets.append(_bucket(params, groups, domain, dtype, gathers, returns, chunk, wire))
+        for chunk in _fill(atoms, stream.dtype.itemsize, bucket_bytes):
+            buckets.append(_bucket(params, groups, domain, stream, chunk, wire))
     return sorted(buckets, key=lambda bucket: bucket.local)
 
 
@@ -592,14 +613,17 @@ def _atoms(
         inside = tuple(m for m in members if first <= place_in_shard(spec, m) < last)
         travels = [holders.moves(spec.layout, m, bool(travel.sides)) for m in inside]
         stays = not any(gathers or returns for gathers, returns in travels)
-        stream = (
+        layout = spec.layout
+        stream = _Stream(
             _carrier(spec, travel, stays),
             any(t[0] for t in travels),
             any(t[1] for t in travels),
+            layout.terms,
+            1 if layout.sums is None else layout.sums.over,
         )
         cost = max(cost_of[m.param, m.index] for m in inside)
         item = Item(number, first, last, len(ranges) == 1)
-        yield _Atom(item, inside, stream, cost, travel.fraction or 1.0)
+        yield _Atom(item, inside, stream, cost, (travel.fraction or 1.0) / layout.terms)
 
 
 def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:
@@ -620,7 +644,7 @@ def _carrier(spec: ParamSpec, travel: Travel, stays: bool) -> torch.dtype:
 
 
 class _Holders:
-    """Which ranks of which replica hold pieces, found once for all matrices cut alike."""
+    """Which ranks of which family hold pieces, found once for all matrices cut alike."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, int], dict[int, set[int]]] = {}
@@ -628,18 +652,18 @@ class _Holders:
     def moves(self, layout: Layout, matrix: Matrix, sided: bool) -> tuple[bool, bool]:
         """Whether the owner lacks a part of the matrix, and whether others need a part of it."""
         owner, geometry = matrix.owner, matrix.geometry
-        mine = self.of(layout, geometry).get(layout.replicas[owner], set())
+        mine = self.of(layout, geometry).get(layout.families[owner], set())
         held = owner in mine
         edges = sided and any(edge.rank != owner for edge in geometry.edges)
         return len(mine) > held, len(geometry.pieces) > held or edges
 
     def of(self, layout: Layout, geometry: MatrixGeometry) -> dict[int, set[int]]:
-        """By replica, the ranks that hold a piece."""
+        """By family, the ranks that hold a piece."""
         key = (id(layout), id(geometry.pieces))
         if key not in self.found:
             ranks: dict[int, set[int]] = defaultdict(set)
             for piece in geometry.pieces:
-                ranks[layout.replicas[piece.rank]].add(piece.rank)
+                ranks[layout.families[piece.rank]].add(piece.rank)
             self.found[key] = ranks
         return self.found[key]
 
@@ -671,12 +695,11 @@ def _bucket(
     params: Sequence[ParamSpec],
     groups: Sequence[Travel],
     domain: Domain,
-    dtype: torch.dtype,
-    gathers: bool,
-    returns: bool,
+    stream: _Stream,
     atoms: Sequence[_Atom],
     wire: Wire,
 ) -> Bucket:
+    gathers = stream.gathers
     classes: dict[tuple[int, int, int], list[Matrix]] = defaultdict(list)
     for atom in atoms:
         for matrix in atom.members:
@@ -691,7 +714,10 @@ def _bucket(
         for key, members in classes.items()
     )
     items = tuple(atom.item for atom in atoms)
-    return Bucket(domain, dtype, gathers, returns, dense, items, slabs)
+    return Bucket(
+        domain, stream.dtype, gathers, stream.returns, dense, items, slabs,
+        stream.terms, stream.over,
+    )  # fmt: skip
 
 
 def _is_dense(
@@ -722,7 +748,7 @@ def _alike(
 ) -> bool:
     """Whether all matrices of each owner come from, and go to, the same ranks."""
     layouts = {id(layout): layout for m in members for layout in [params[m.param].layout]}
-    if len({layout.replicas for layout in layouts.values()}) > 1:
+    if len({(layout.replicas, layout.families) for layout in layouts.values()}) > 1:
         return False
     if not gathers and sided and any(matrix.geometry.edges for matrix in members):
         return False  # side values go to ranks that get no part of the matrix
@@ -766,7 +792,7 @@ def _common_grid(
         seen.add(key)
         # Results go to every replica: their ranks must hold the cells in the same order.
         owners = _first_ranks(spec.layout) if gathers else (matrix.owner,)
-        grids = {grid_of(geometry, spec.layout.sources(r) if gathers else (r,)) for r in owners}
+        grids = {grid_of(geometry, spec.layout.replica(r) if gathers else (r,)) for r in owners}
         grid = grids.pop()
         blocks = len(spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1]))
         if grid is None or grids or (found is not None and grid != found):
@@ -882,21 +908,21 @@ def wire_bytes(made: Plan, bucket: Bucket) -> tuple[int, int]:
             key = (id(layout), id(pieces))
             if key not in held:  # matrices cut alike are counted once
                 held[key] = _amounts(layout, bucket, slab, pieces)
-            by_rank, by_replica = held[key]
+            by_rank, by_family = held[key]
             kept = by_rank.get(matrix.owner, 0)
-            out += by_replica.get(layout.replicas[matrix.owner], 0) - kept if bucket.gathers else 0
-            back += sum(by_replica.values()) - kept
+            out += by_family.get(layout.families[matrix.owner], 0) - kept if bucket.gathers else 0
+            back += sum(by_family.values()) - kept
     return out * bucket.wire_dtype.itemsize, back * bucket.wire_dtype.itemsize
 
 
 def _amounts(
     layout: Layout, bucket: Bucket, slab: Slab, pieces: Sequence[Piece]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Elements that travel of a matrix: by the rank, and by the replica, that has them."""
+    """Elements that travel of a matrix: by the rank, and by the family, that has them."""
     by_rank = {piece.rank: piece.numel for piece in pieces}
     if slab.grid is not None and bucket.gathers:
         by_rank = dict.fromkeys(range(bucket.domain.size), slab.grid.rows * slab.grid.cols)
-    by_replica: dict[int, int] = defaultdict(int)
+    by_family: dict[int, int] = defaultdict(int)
     for rank, size in by_rank.items():
-        by_replica[layout.replicas[rank]] += size
-    return by_rank, by_replica
+        by_family[layout.families[rank]] += size
+    return by_rank, by_family

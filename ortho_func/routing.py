@@ -115,6 +115,7 @@ class Route:
     pack_order: tuple[Run, ...] | None  # None: by tables
     unpack_order: tuple[Run, ...] | None
     parts: tuple[int, ...]  # dense: which source's part goes back to each rank that gets one
+    terms: tuple[tuple[int, ...], ...]  # dense: the sources of each term of a sum, own first
     unit: int
     width: int
     tables: Tables
@@ -196,6 +197,7 @@ class _Router:
             pack_order=pack_order,
             unpack_order=unpack_order,
             parts=self._parts(),
+            terms=self._terms(),
             unit=self.unit,
             width=self.width,
             tables=self._tables(pack_order is None, unpack_order is None, device),
@@ -300,16 +302,42 @@ class _Router:
             return self._holds(piece) or matrix.param == NOTHING
         if not returning and matrix.param == NOTHING:
             layout = self.plan.params[self.bucket.items[0].param].layout
-            return layout.replicas[rank] == layout.replicas[matrix.owner]
+            return layout.families[rank] == layout.families[matrix.owner]
         if not returning:
-            replicas = self.plan.params[matrix.param].layout.replicas
-            if replicas[rank] != replicas[matrix.owner]:
+            layout = self.plan.params[matrix.param].layout
+            if layout.families[rank] != layout.families[matrix.owner]:
                 return False
+            if not (lane.main or self.bucket.dense or self._same_replica(rank, matrix)):
+                return False  # side vectors are equal on all replicas: one of them brings them
         if self.bucket.dense:
             return True
         if piece is None:
             return False
         return returning or lane.main or self._speaks(lane, piece)
+
+    def _same_replica(self, rank: int, matrix: Matrix) -> bool:
+        replicas = self.plan.params[matrix.param].layout.replicas
+        return replicas[rank] == replicas[matrix.owner]
+
+    def _term(self, rank: int, matrix: Matrix) -> int:
+        """Which term of the owner's sum a rank contributes to: 0, 1, … by replica."""
+        layout = self.plan.params[matrix.param].layout
+        mine = layout.families[matrix.owner]
+        pairs = zip(layout.families, layout.replicas, strict=True)
+        return sorted({r for f, r in pairs if f == mine}).index(layout.replicas[rank])
+
+    def _terms(self) -> tuple[tuple[int, ...], ...]:
+        """For a dense bucket: of each term of this rank's sums, which of its sources hold it."""
+        if not (self.bucket.dense and self.bucket.gathers):
+            return ()
+        layout = self.plan.params[self.bucket.items[0].param].layout
+        family = layout.families[self.me]
+        found: dict[int, list[int]] = defaultdict(list)
+        sources = [rank for rank in self.everyone if layout.families[rank] == family]
+        for place, rank in enumerate(sources):
+            found[layout.replicas[rank]].append(place)
+        own = found.pop(layout.replicas[self.me])
+        return (tuple(own), *(tuple(found[replica]) for replica in sorted(found)))
 
     def _speaks(self, lane: Lane, piece: Piece) -> bool:
         """Of the pieces with the same side values, one brings them: the first."""
@@ -533,9 +561,13 @@ class _Router:
         return piece.col, piece.cols
 
     def _assemble_tables(self) -> tuple[tuple[Tensor, ...], tuple[tuple[Tensor, ...], ...]]:
+        terms = self.bucket.terms
         grids = {
             lane: torch.zeros(
-                len(self.owned[lane.slab][self.me]), *self._lane_shape(lane), dtype=torch.int64
+                terms if lane.main else 1,
+                len(self.owned[lane.slab][self.me]),
+                *self._lane_shape(lane),
+                dtype=torch.int64,
             )
             for lane in self.lanes
         }
@@ -548,7 +580,9 @@ class _Router:
                 start = at
                 for slot in slots:
                     assert slot.piece is not None
-                    self._place(grids[lane][place[id(slot.matrix)]], lane, slot.piece, start)
+                    term = self._term(source, slot.matrix) if terms > 1 and lane.main else 0
+                    grid = grids[lane][term, place[id(slot.matrix)]]
+                    self._place(grid, lane, slot.piece, start)
                     start += slot.size
                 at += self._section(slots)
         mains = tuple(grids[lane].reshape(-1) for lane in self.lanes if lane.main)

@@ -92,7 +92,10 @@ def _device(tensors: Sequence[Tensor]) -> torch.device | None:
 
 
 def assemble(route: Route, arrived: Tensor) -> list[Sided]:
-    """Whole matrices [n, R, C] by batch, and their side vectors [n, R] or [n, C]."""
+    """Whole matrices [n, R, C] by batch, and their side vectors [n, R] or [n, C].
+
+    Where replicas hold terms of a sum, the matrices are the sums, in fp32 at least.
+    """
     if route.bucket.dense:
         return _assemble_dense(route, arrived)
     units = arrived.reshape(-1, route.unit)
@@ -100,7 +103,9 @@ def assemble(route: Route, arrived: Tensor) -> list[Sided]:
     for batch, table, side_tables in zip(
         route.batches, route.tables.assemble, route.tables.assemble_sides, strict=True
     ):
-        whole = units.index_select(0, table).reshape(batch.count, batch.rows, batch.cols)
+        terms = units.index_select(0, table)
+        shape = (route.bucket.terms, batch.count, batch.rows, batch.cols)
+        whole = _summed(route, terms.reshape(shape))
         sides = tuple(
             _picked(arrived, index, route.width).reshape(batch.count, -1)
             if batch.count
@@ -109,6 +114,15 @@ def assemble(route: Route, arrived: Tensor) -> list[Sided]:
         )
         found.append((whole, sides))
     return found
+
+
+def _summed(route: Route, terms_kx: Tensor) -> Tensor:
+    """The sum over dim 0, divided as the plan says; a single term is left as it is."""
+    bucket = route.bucket
+    if bucket.terms == 1:
+        return terms_kx[0]
+    dtype = torch.promote_types(terms_kx.dtype, torch.float32)
+    return terms_kx.sum(0, dtype=dtype) / bucket.over
 
 
 def _picked(buffer: Tensor, index: Tensor, width: int) -> Tensor:
@@ -123,13 +137,26 @@ def _extent(batch: Batch, kind: str) -> int:
 def _assemble_dense(route: Route, arrived: Tensor) -> list[Sided]:
     sources = sum(size > 0 for size in route.arrive)
     per_source = arrived.reshape(max(1, sources), -1)
-    lanes = per_source.split(_lane_sizes(route), dim=1)
+    lanes = list(per_source.split(_lane_sizes(route), dim=1))
+    if route.bucket.terms > 1 and sources > 1:
+        count = len(route.batches)
+        lanes = [_sum_of_terms(route, x) for x in lanes[:count]] + [
+            lane[list(route.terms[0])] for lane in lanes[count:]
+        ]
     mains, rest = lanes[: len(route.batches)], list(lanes[len(route.batches) :])
     found = []
     for batch, lane in zip(route.batches, mains, strict=True):
         sides = tuple(_assemble_side(batch, kind, rest.pop(0)) for kind in batch.sides)
         found.append((_assemble_main(batch, lane), sides))
     return found
+
+
+def _sum_of_terms(route: Route, lane_sx: Tensor) -> Tensor:
+    """From all sources' pieces to those of the sum, as of one replica."""
+    order = [place for term in route.terms for place in term]
+    if order != list(range(lane_sx.shape[0])):
+        lane_sx = lane_sx[order]
+    return _summed(route, rearrange(lane_sx, "(k s) x -> k s x", k=route.bucket.terms))
 
 
 def _lane_sizes(route: Route) -> list[int]:

@@ -83,7 +83,7 @@ SIBLINGS = {
     "algorithms.distributed": {"program"},
     "algorithms.matrixwise": {"distributed", "local", "program"},
     "algorithms.functional": {"dion2", "dion3", "matrixwise", "muon", "normuon"},
-    "optim.shell": {"agreement", "options"},
+    "optim.shell": {"agreement", "options", "reduction"},
     "optim.optimizers": {"shell"},
 }
 

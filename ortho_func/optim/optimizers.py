@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int | None
     wire: Wire
     balance: Balance
+    reduce_gradients: bool
     compile: bool | dict[str, Any]
 
 
@@ -72,6 +73,11 @@ class Muon(OrthogonalOptimizer):
         balance: "cost", every rank does equally much arithmetic; or "uniform", every rank has the
             same batch of every shape, filled up with zero matrices, and so the same graph: for
             compiled training steps in which the compiler reorders collectives.
+        reduce_gradients: the gradients differ between replicas (DDP under ``no_sync``) and the
+            optimizer averages them: each replica sends its own momentum to a matrix's owner and
+            gets the result back, in all as many bytes as an all-reduce of the gradients; other
+            parameters' gradients are all-reduced. A missing gradient counts as zero. Call
+            ``average_state_()`` on all ranks before saving.
         compile: compile the whole step as one graph; a dict gives options of ``torch.compile``.
 
     Raises:
@@ -108,6 +114,7 @@ class Muon(OrthogonalOptimizer):
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
+        reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
         super().__init__(
@@ -131,6 +138,7 @@ class Muon(OrthogonalOptimizer):
             bucket_bytes=bucket_bytes,
             wire=wire,
             balance=balance,
+            reduce_gradients=reduce_gradients,
             compile=compile,
         )
 

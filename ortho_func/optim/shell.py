@@ -38,6 +38,7 @@ from ortho_func.optim.options import (
     rule_of,
     static_key,
 )
+from ortho_func.optim.reduction import Chunk, alone, chunks
 from ortho_func.plan import Balance, ParamSpec, Plan, Wire, default_bucket_bytes
 from ortho_func.primitives.scaling import Descent, descend_
 from ortho_func.routing import Entry
@@ -75,6 +76,7 @@ class _Elementwise:
     group: int
     params: list[Tensor]
     rule: ElementRule
+    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +115,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
+        reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
     ) -> None:
@@ -123,6 +126,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             "bucket_bytes": bucket_bytes,
             "wire": wire,
             "balance": balance,
+            "reduce_gradients": reduce_gradients,
             "compile": compile,
         }
         self._process_group = process_group
@@ -181,6 +185,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _draft(self) -> _Draft:
         """Check the groups and plan the step; no communication."""
+        if not isinstance(self._settings["reduce_gradients"], bool):
+            asked = self._settings["reduce_gradients"]
+            raise TypeError(f"reduce_gradients must be True or False, got {asked!r}.")
         for number, group in enumerate(self.param_groups):
             check_group(group, self._names(number))
         specs: list[ParamSpec] = []
@@ -192,12 +199,15 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             present = self._present(number)
             if group["algorithm"] in ELEMENT_ALGORITHMS:
                 params = [p for _, p in present]
-                elementwise.append(_Elementwise(number, params, element_rule_of(group)))
+                rule = element_rule_of(group)
+                elementwise.append(_Elementwise(number, params, rule, self._chunks(params)))
                 continue
             chosen.append(number)
             reading = reading_of(group)
             for name, p in present:
                 layout = layout_of(p, process_group=self._process_group, name=name)
+                if self._reduces:
+                    layout = layout.averaged()
                 specs.append(ParamSpec(name, layout, reading, len(chosen) - 1, p.dtype))
                 matrices.append(p)
                 group_of.append(number)
@@ -214,6 +224,22 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         )
         hyper_of = [chosen[number] for number in came_from]
         return _Draft(matrices, group_of, elementwise, made, rules, hyper_of)
+
+    @property
+    def _reduces(self) -> bool:
+        return bool(self._settings.get("reduce_gradients", False))
+
+    def _chunks(self, params: Sequence[Tensor]) -> tuple[Chunk, ...]:
+        """What is averaged together of element-wise parameters, or of their like."""
+        if not self._reduces or not params:
+            return alone(len(params))
+        bound = self._bucket_bytes(local(params[0]).device)
+        return chunks(params, self._process_group, bucket_bytes=bound)
+
+    def _gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """This rank's part of the gradients; of replicas that differ, a missing one is zero."""
+        missing = torch.zeros_like if self._reduces else lambda _: None
+        return [missing(local(p)) if p.grad is None else _gradient(p) for p in params]
 
     def _bucket_bytes(self, device: torch.device) -> int:
         asked: int | None = self._settings["bucket_bytes"]
@@ -325,13 +351,16 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
         def elementwise() -> None:
             for group in built.elementwise:
-                params = [p for p in group.params if p.grad is not None]
-                group.rule.step_(
-                    [local(p) for p in params],
-                    [_gradient(p) for p in params],
-                    self._local_state(params),
-                    hypers[group.group],
-                )
+                for chunk in group.chunks:
+                    params = chunk.pick(group.params)
+                    found = zip(params, self._gradients(params), strict=True)
+                    active = [(p, g) for p, g in found if g is not None]
+                    group.rule.step_(
+                        [local(p) for p, _ in active],
+                        chunk.average([g for _, g in active]),
+                        self._local_state([p for p, _ in active]),
+                        hypers[group.group],
+                    )
 
         if built.program is None:
             elementwise()
@@ -339,7 +368,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         matrix_step(
             built.program,
             [local(p) for p in built.matrices],
-            [None if p.grad is None else _gradient(p) for p in built.matrices],
+            self._gradients(built.matrices),
             self._local_state(built.matrices),
             hypers,
             _InPlace(),
@@ -351,7 +380,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         params = [local(p) for p in built.matrices]
         others = [p for group in built.elementwise for p in group.params]
         everything = [*built.matrices, *others]
-        present = torch.tensor([p.grad is not None for p in everything])
+        present = torch.tensor([self._reduces or p.grad is not None for p in everything])
         device = local(everything[0]).device if everything else torch.device("cpu")
         hypers = self._hypers()
         names = [tuple(hyper) for hyper in hypers]
@@ -373,6 +402,20 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         )
 
     # -- state ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def average_state_(self) -> None:
+        """With ``reduce_gradients=True``, make state equal on all replicas before saving it.
+
+        Until then a replica's momentum is that of its own gradients, whose average over replicas
+        is the momentum of the formula. Averaging changes no later step but by rounding. Every
+        rank of the process group, or of the mesh, must call it.
+        """
+        assert self._built is not None
+        matrices = self._built.matrices
+        for chunk in self._chunks(matrices):
+            momenta = [local(self.state[p]["momentum_buffer"]) for p in chunk.pick(matrices)]
+            torch._foreach_copy_(momenta, chunk.average(momenta))
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``; tensors among the hyperparameters are saved as numbers."""
@@ -496,10 +539,14 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             first = 0
             for group in groups:
                 last = first + len(group.params)
-                group.rule.masked_step_(
-                    others[first:last], other_grads[first:last], other_state[first:last],
-                    hypers[group.group], present[count + first : count + last],
-                )  # fmt: skip
+                for chunk in group.chunks:
+                    group.rule.masked_step_(
+                        chunk.pick(others[first:last]),
+                        chunk.average(chunk.pick(other_grads[first:last])),
+                        chunk.pick(other_state[first:last]),
+                        hypers[group.group],
+                        chunk.pick(present[count + first : count + last]),
+                    )
                 first = last
 
         if program is None:

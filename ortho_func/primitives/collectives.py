@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["all_to_all", "wait"]
+__all__ = ["all_reduce", "all_to_all", "wait"]
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group: str) -> Tensor:
@@ -48,7 +48,13 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group:
     return begun
 
 
+def all_reduce(x: Tensor, *, group: str) -> Tensor:
+    """Begin to sum a tensor over the group's ranks; the content is there only after `wait`."""
+    begun: Tensor = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    return begun
+
+
 def wait(x: Tensor) -> Tensor:
-    """Wait for an exchange begun by `all_to_all`: the tensor with its content there."""
+    """Wait for what `all_to_all` or `all_reduce` began: the tensor with its content there."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return arrived
