@@ -2,7 +2,7 @@
 
 from ortho_func.algorithms import schedules
 from ortho_func.algorithms.combine import chain, inject, partition
-from ortho_func.algorithms.functional import dion2, dion3, muon, normuon
+from ortho_func.algorithms.functional import dion, dion2, dion3, muon, normuon
 from ortho_func.algorithms.gradients import (
     add_decayed_weights,
     clip_by_global_norm,
@@ -15,7 +15,7 @@ from ortho_func.algorithms.matrixwise import on_whole_matrices
 from ortho_func.algorithms.pointwise import adamw, lion
 from ortho_func.algorithms.transform import Transform, apply_updates, elementwise
 from ortho_func.geometry import Reading
-from ortho_func.optim.optimizers import Dion2, Dion3, Muon, NorMuon
+from ortho_func.optim.optimizers import Dion, Dion2, Dion3, Muon, NorMuon
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
 from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schulz, orthogonalize
@@ -24,6 +24,7 @@ from ortho_func.primitives.padding import narrow, pad_to_max
 
 __version__ = "0.1.0"
 __all__ = [
+    "Dion",
     "Dion2",
     "Dion3",
     "Muon",
@@ -37,6 +38,7 @@ __all__ = [
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "dion",
     "dion2",
     "dion3",
     "elementwise",

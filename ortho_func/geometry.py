@@ -39,12 +39,14 @@ __all__ = [
     "MatrixGeometry",
     "Piece",
     "Reading",
+    "StackBox",
     "Sums",
     "aligned",
     "domain_group",
     "group_over",
     "layout_of",
     "like",
+    "like_without_rows",
     "local",
     "local_shape",
     "matrices",
@@ -55,6 +57,7 @@ __all__ = [
     "ranks_of",
     "replica_groups",
     "replicated_layout",
+    "stack_box",
     "takes_part",
     "this_rank",
     "total",
@@ -106,12 +109,14 @@ class Layout:
 
     `boxes[i]` is what the i-th rank of the domain holds, possibly empty. Ranks with the same
     `replicas[i]` hold the parameter once between them: all of it, or one term of a sum.
+    `chunks[i]` says, by tensor dim, which of its chunks `boxes[i]` is.
     """
 
     shape: tuple[int, ...]
     domain: Domain
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...] = ()
     sums: Sums | None = None
 
     def __hash__(self) -> int:
@@ -238,7 +243,7 @@ class MatrixGeometry:
     edges: tuple[Piece, ...] = ()
 
 
-class _StackBox(NamedTuple):
+class StackBox(NamedTuple):
     """A rank's box seen as (stack, rows, columns): which stack indices, row and column range."""
 
     stack: frozenset[int]
@@ -248,14 +253,15 @@ class _StackBox(NamedTuple):
     cols: int
 
 
-def _stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> _StackBox:
+def stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> StackBox:
+    """A box as stack indices, rows and columns. Raises `ValueError` where it is no rectangle."""
     if not (reading.flatten and len(shape) > 2):
         lead = [range(s, s + n) for s, n in zip(box.start[:-2], box.size[:-2], strict=True)]
         stack = [0]
         for indices, extent in zip(lead, shape[:-2], strict=True):
             stack = [at * extent + i for at in stack for i in indices]
         (row, col), (rows, cols) = box.start[-2:], box.size[-2:]
-        return _StackBox(frozenset(stack), row, rows, col, cols)
+        return StackBox(frozenset(stack), row, rows, col, cols)
     col, partial = 0, False
     for start, size, extent in zip(box.start[1:], box.size[1:], shape[1:], strict=True):
         col = col * extent + start
@@ -267,7 +273,7 @@ def _stack_box(shape: tuple[int, ...], box: Box, reading: Reading) -> _StackBox:
         partial = partial or size > 1
     if math.prod(box.size[1:]) == 0:
         col = math.prod(shape[1:])
-    return _StackBox(frozenset((0,)), box.start[0], box.size[0], col, math.prod(box.size[1:]))
+    return StackBox(frozenset((0,)), box.start[0], box.size[0], col, math.prod(box.size[1:]))
 
 
 @lru_cache(maxsize=256)
@@ -278,7 +284,7 @@ def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
     is flattening it.
     """
     stacks, rows, cols = reading.dims(layout.shape)
-    boxes = [_stack_box(layout.shape, box, reading) for box in layout.boxes]
+    boxes = [stack_box(layout.shape, box, reading) for box in layout.boxes]
     holders = _holders(boxes, stacks)
     found = []
     shared: dict[tuple[int, int], tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
@@ -293,7 +299,7 @@ def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
     return tuple(found)
 
 
-def _holders(boxes: Sequence[_StackBox], stacks: int) -> list[list[int]]:
+def _holders(boxes: Sequence[StackBox], stacks: int) -> list[list[int]]:
     """By stack index, the ranks that hold it: one and the same list where they are the same."""
     alike: dict[frozenset[int], list[int]] = {}
     for rank, box in enumerate(boxes):
@@ -309,9 +315,7 @@ def _holders(boxes: Sequence[_StackBox], stacks: int) -> list[list[int]]:
     return [merged[tuple(found)] for found in parts]
 
 
-def _pieces(
-    boxes: Sequence[_StackBox], ranks: Sequence[int], first: int, count: int
-) -> list[Piece]:
+def _pieces(boxes: Sequence[StackBox], ranks: Sequence[int], first: int, count: int) -> list[Piece]:
     pieces = []
     for rank in ranks:
         box = boxes[rank]
@@ -340,10 +344,11 @@ def mesh_layout(
     Raises `ValueError` on split factors that are no order of the mesh's axes.
     """
     orders = _cut_orders(mesh, placements)
-    boxes, replicas = [], []
+    boxes, replicas, chunks = [], [], []
     for flat in range(len(ranks)):
         coordinate = _unravel(flat, mesh)
         boxes.append(_box(shape, mesh, coordinate, orders))
+        chunks.append(_chunk(len(shape), mesh, coordinate, orders))
         replica = 0
         for extent, at, placement in zip(mesh, coordinate, placements, strict=True):
             if placement.is_replicate():
@@ -353,7 +358,8 @@ def mesh_layout(
     if order != list(range(len(ranks))):  # process groups know no other order than this
         ranks, mesh = tuple(sorted(ranks)), (len(ranks),)
         boxes, replicas = [boxes[i] for i in order], [replicas[i] for i in order]
-    return Layout(shape, Domain(ranks, mesh), tuple(boxes), tuple(replicas))
+        chunks = [chunks[i] for i in order]
+    return Layout(shape, Domain(ranks, mesh), tuple(boxes), tuple(replicas), tuple(chunks))
 
 
 def _cut_orders(mesh: tuple[int, ...], placements: Sequence[Any]) -> dict[int, list[int]]:
@@ -398,11 +404,23 @@ def _box(
     return Box(tuple(start), tuple(size))
 
 
+def _chunk(
+    dims: int, mesh: tuple[int, ...], coordinate: Sequence[int], orders: dict[int, list[int]]
+) -> tuple[int, ...]:
+    """By tensor dim, the number of the chunk at a coordinate, in the order of the cuts."""
+    numbers = [0] * dims
+    for dim, axes in orders.items():
+        for axis in axes:
+            numbers[dim] = numbers[dim] * mesh[axis] + coordinate[axis]
+    return tuple(numbers)
+
+
 def replicated_layout(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
     """The layout of a plain tensor of which every rank of a group holds an equal copy."""
     box = Box((0,) * len(shape), shape)
     count = len(ranks)
-    return Layout(shape, Domain(ranks, (count,)), (box,) * count, tuple(range(count)))
+    chunks = ((0,) * len(shape),) * count
+    return Layout(shape, Domain(ranks, (count,)), (box,) * count, tuple(range(count)), chunks)
 
 
 def layout_of(
@@ -594,6 +612,34 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -
         shape=torch.Size(whole),
         stride=strides,
     )
+
+
+def like_without_rows(
+    parameter: Tensor, shard: Tensor, shape: Sequence[int], row_dim: int
+) -> Tensor:
+    """Wrap a shard whose dims are the parameter's without `row_dim`, and one more at the end.
+
+    Where the parameter's rows are sharded it is replicated. A plain tensor stays plain.
+    """
+    if not (HAS_DISTRIBUTED and isinstance(parameter, DTensor)):
+        return shard
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        [_without_rows(placement, row_dim) for placement in parameter.placements],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
+
+
+def _without_rows(placement: Any, row_dim: int) -> Any:
+    if placement.is_replicate() or placement.dim == row_dim:
+        return Replicate()
+    dim = placement.dim - (placement.dim > row_dim)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
 def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:

@@ -78,6 +78,7 @@ class ParamSpec:
     reading: Reading = field(default_factory=Reading)
     group: int = 0
     dtype: torch.dtype = torch.float32
+    bulk: float = 1.0  # bytes that ranks work on meanwhile, over those that travel
 
 
 class Matrix(NamedTuple):
@@ -623,7 +624,8 @@ def _atoms(
         )
         cost = max(cost_of[m.param, m.index] for m in inside)
         item = Item(number, first, last, len(ranges) == 1)
-        yield _Atom(item, inside, stream, cost, (travel.fraction or 1.0) / layout.terms)
+        share = (travel.fraction or 1.0) / (layout.terms * spec.bulk)
+        yield _Atom(item, inside, stream, cost, share)
 
 
 def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:

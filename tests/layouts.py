@@ -36,7 +36,13 @@ WHOLE = {
     "normuon": (ortho_func.NorMuon, reference.normuon, {"beta2": 0.9}),
     "dion2": (ortho_func.Dion2, reference.dion2, {"fraction": 0.3}),
     "dion3": (ortho_func.Dion3, reference.dion3, {"fraction": 0.3, "beta2": 0.9}),
+    "dion": (ortho_func.Dion, reference.dion, {"rank_fraction": 0.4}),
 }
+
+
+def exact(algorithm: str) -> dict[str, Any]:
+    """The exact polar factor, for the algorithms that take an orthogonalizer."""
+    return {} if algorithm == "dion" else {"orthogonalizer": "svd"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,7 @@ __all__ = [
     "by_fully_shard",
     "by_placements",
     "by_tensor_parallel",
+    "exact",
     "expected",
     "gather",
     "relative_error",

@@ -445,13 +445,13 @@ def dion(
     B = M + G; P = orthonormal(BQ); W = BᵀP; M ← B − (1−μ)PWᵀ; Q ← W with columns normalized;
     X ← (1−lr·λ)X − lr·√(R/C)·PQᵀ. Where B is zero there is no update, and Q stays.
     State per name: `momentum_buffer`; `q`, a list with one (C, r) per matrix, first from `q`
-    or else orthonormal from a generator seeded with the matrix's index.
+    or else of cosines.
     """
     new, state = _begin(params, state, dtype)
     layout = _Layout(flatten, split_sizes, num_heads)
     for name, x in new.items():
         state[name].setdefault("momentum_buffer", torch.zeros_like(x))
-        first = [_first_q(x_i, rank_fraction, i) for i, x_i in enumerate(layout(name, x))]
+        first = [_first_q(x_i, rank_fraction) for x_i in layout(name, x)]
         if q is not None:
             first = [q_i.to(dtype, copy=True) for q_i in q[name]]
         state[name].setdefault("q", first)
@@ -469,12 +469,15 @@ def dion(
     return new, state
 
 
-def _first_q(x: Tensor, rank_fraction: float, index: int) -> Tensor:
-    rank = math.ceil(rank_fraction * min(x.shape))
-    generator = torch.Generator().manual_seed(index)
-    q = torch.randn(x.shape[1], rank, generator=generator, dtype=torch.float64)
-    orthonormal: Tensor = torch.linalg.qr(q).Q
-    return orthonormal.to(x.dtype)
+def _first_q(x: Tensor, rank_fraction: float) -> Tensor:
+    """Columns of the orthonormal DCT-II, with rows of pseudo-random signs."""
+    cols, rank = x.shape[1], math.ceil(rank_fraction * min(x.shape) - 1e-9)
+    q = torch.empty(cols, rank, dtype=torch.float64)
+    for c in range(cols):
+        sign = -1 if ((c + 1) * 2654435761 >> 15) & 1 else 1
+        for k in range(rank):
+            q[c, k] = sign * math.cos(math.pi * (2 * c + 1) * k / (2 * cols))
+    return (q / torch.linalg.vector_norm(q, dim=0)).to(x.dtype)
 
 
 def _dion_step_(b: Tensor, q: Tensor, momentum: float, eps: float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from layouts import (
     by_fully_shard,
     by_placements,
     by_tensor_parallel,
+    exact,
     expected,
     gather,
     relative_error,
@@ -133,7 +134,7 @@ def check(
     parameters = place(tensors, **arguments)
     train(
         parameters, gradients, algorithm,
-        orthogonalizer="svd", wire_dtype=torch.float32, **hyper, **own, **options,
+        wire_dtype=torch.float32, **exact(algorithm), **hyper, **own, **options,
     )  # fmt: skip
     right = expected(tensors, gradients, algorithm, **hyper, **own)
     found = {name: gather(parameter) for name, parameter in parameters.items()}

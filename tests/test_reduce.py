@@ -16,6 +16,7 @@ from layouts import (
     Weights,
     by_fully_shard,
     by_placements,
+    exact,
     expected,
     gather,
     relative_error,
@@ -89,8 +90,9 @@ def check(
     parameters = how(tensors, **arguments)
     kind, naive, extra = WHOLE[algorithm]
     optimizer = kind(
-        list(parameters.items()), orthogonalizer="svd", wire_dtype=torch.float32,
-        reduce_gradients=True, process_group=dist.group.WORLD, **HYPER, **extra, **own, **options,
+        list(parameters.items()), wire_dtype=torch.float32, reduce_gradients=True,
+        process_group=dist.group.WORLD,
+        **exact(algorithm), **HYPER, **extra, **own, **options,
     )  # fmt: skip
     for number, step in enumerate(steps):
         for place_in_order, (name, p) in enumerate(parameters.items()):

@@ -13,6 +13,7 @@ from layouts import (
     Shard,
     by_fully_shard,
     by_placements,
+    exact,
     expected,
     gather,
     relative_error,
@@ -49,7 +50,7 @@ def check(
         parameters = place(tensors, world, dim)
         train(
             parameters, gradients, algorithm,
-            orthogonalizer="svd", wire_dtype=wire, **HYPER, **SELECTION.get(algorithm, {}),
+            wire_dtype=wire, **exact(algorithm), **HYPER, **SELECTION.get(algorithm, {}),
         )  # fmt: skip
         local = tuple(parameters["w0"].to_local().shape)
         found = {name: gather(parameter) for name, parameter in parameters.items()}

@@ -23,11 +23,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ortho_func
 from ortho_func.algorithms.dion2 import Dion2Rule
+from ortho_func.algorithms.legs import plan_for
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
-from ortho_func.algorithms.program import bind, matrix_step, plan_for
+from ortho_func.algorithms.program import bind, matrix_step
 from ortho_func.geometry import mesh_layout, replicated_layout
-from ortho_func.plan import ParamSpec
+from ortho_func.plan import ParamSpec, Place
 
 EXACT = {"orthogonalizer": "svd", "wire_dtype": torch.float32, "compute_dtype": torch.float32}
 HYPER = {"lr": 0.1, "weight_decay": 0.2}
@@ -298,20 +299,20 @@ def test_the_work_is_where_the_mesh_is(kind: Any, wire: Any, work: str) -> None:
     specs = [ParamSpec(f"w{n}", layout) for n, layout in enumerate(layouts)]
     for rank in range(3):
         with FakeTensorMode():
-            made, rules, hyper_of = plan_for(
+            legs = plan_for(
                 specs, [kind(orthogonalizer=notes)], [torch.bfloat16],
                 bucket_bytes=2**20, wire=wire,
             )  # fmt: skip
             program = bind(
-                made, rules, hyper_of, rank=rank, group_names=["0"] * 4,
-                devices=[torch.device("cpu")] * 4, work_devices=[torch.device(work)] * 4,
+                legs, specs, rank=rank, places=[Place(torch.device("cpu"), "0")] * 4,
+                work_devices=[torch.device(work)] * 4,
             )  # fmt: skip
             assert (program.away is None) == (work == "cpu")
             params = [torch.zeros(layout.boxes[rank].size) for layout in layouts]
             state = [
                 {
                     name: torch.zeros_like(p) if kept == "param" else torch.zeros(p.shape[0], 1)
-                    for name, kept in rules[0].state.items()
+                    for name, kept in legs[0].rules[0].state.items()
                 }
                 for p in params
             ]
@@ -325,11 +326,11 @@ def test_the_work_is_where_the_mesh_is(kind: Any, wire: Any, work: str) -> None:
 
 def test_matrices_on_two_devices_are_an_error() -> None:
     specs = [ParamSpec(name, replicated_layout((4, 6), (0,))) for name in "ab"]
-    made, rules, hyper_of = plan_for(specs, [MuonRule()], [torch.bfloat16], bucket_bytes=2**20)
+    legs = plan_for(specs, [MuonRule()], [torch.bfloat16], bucket_bytes=2**20)
     with pytest.raises(ValueError, match="lie on cpu, meta: they must share a device"):
         bind(
-            made, rules, hyper_of, rank=0, group_names=[None, None],
-            devices=[torch.device("cpu"), torch.device("meta")],
+            legs, specs, rank=0,
+            places=[Place(torch.device("cpu"), None), Place(torch.device("meta"), None)],
         )  # fmt: skip
 
 

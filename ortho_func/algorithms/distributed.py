@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ortho_func.algorithms.program import Program, bind, matrix_step, plan_for
+from ortho_func.algorithms.legs import plan_for
+from ortho_func.algorithms.program import Program, Spot, bind, matrix_step
 from ortho_func.algorithms.rule import Hyper, MatrixRule
 from ortho_func.geometry import this_rank
 from ortho_func.plan import Plan
 from ortho_func.primitives.scaling import Descent
-from ortho_func.routing import Entry
 
 __all__ = ["program_of", "shard_step"]
 
@@ -26,22 +26,16 @@ def program_of(made: Plan, rule: MatrixRule) -> Program:
     """
     if len(made.places) != len(made.params):
         raise ValueError("plan= takes what ortho_func.plan(params) returns.")
-    planned, rules, hyper_of = plan_for(
-        [replace(spec, group=0) for spec in made.params],
+    params = tuple(replace(spec, group=0) for spec in made.params)
+    legs = plan_for(
+        params,
         [rule],
         [made.groups[0].wire_dtype],
         bucket_bytes=made.bucket_bytes,
         wire=made.wire,
         balance=made.balance,
     )
-    return bind(
-        replace(planned, places=made.places),
-        rules,
-        hyper_of,
-        rank=this_rank(),
-        devices=[place.device for place in made.places],
-        group_names=[place.group for place in made.places],
-    )
+    return bind(legs, params, rank=this_rank(), places=made.places)
 
 
 def shard_step(
@@ -65,27 +59,22 @@ def shard_step(
 
 
 class _Collected:
-    """A sink that keeps results by parameter and, of a stack in several buckets, by part."""
+    """A sink that keeps results by parameter and by their place in it."""
 
     def __init__(self) -> None:
-        self.updates: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        self.states: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
+        self.updates: dict[int, dict[Spot, Tensor]] = defaultdict(dict)
+        self.states: dict[tuple[int, str], dict[Spot, Tensor]] = defaultdict(dict)
 
-    def put_state(
-        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
-    ) -> None:
-        for entry, before, after in zip(entries, old, new, strict=True):
-            part = after.reshape(before.shape).to(before.dtype)
-            self.states[entry.item.param, name][entry.item.first] = part
+    def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
+        for spot, before, after in zip(spots, old, new, strict=True):
+            self.states[spot.param, name][spot] = after.reshape(before.shape).to(before.dtype)
 
-    def put_updates(
-        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
-    ) -> None:
-        for entry, update in zip(entries, updates, strict=True):
-            self.updates[entry.item.param][entry.item.first] = update
+    def put_updates(self, spots: list[Spot], params: list[Tensor], updates: list[Tensor]) -> None:
+        for spot, update in zip(spots, updates, strict=True):
+            self.updates[spot.param][spot] = update
 
-    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
-        self.put_updates(entries, params, descent.updates(params))
+    def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
+        self.put_updates(spots, params, descent.updates(params))
 
     def update(self, param: int) -> Tensor:
         return _joined(self.updates[param])
@@ -95,7 +84,11 @@ class _Collected:
         return old if parts is None else _joined(parts)
 
 
-def _joined(parts: dict[int, Tensor]) -> Tensor:
+def _joined(parts: dict[Spot, Tensor]) -> Tensor:
     if len(parts) == 1:
         return next(iter(parts.values()))
-    return torch.cat([parts[first] for first in sorted(parts)])
+    by_order: dict[int, list[Tensor]] = defaultdict(list)
+    for spot in sorted(parts):
+        by_order[spot.order].append(parts[spot])
+    whole = [torch.cat(found) for found in by_order.values()]
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=next(iter(parts)).dim)

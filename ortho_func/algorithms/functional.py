@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from ortho_func.algorithms.dion import DionRule
 from ortho_func.algorithms.dion2 import Dion2Rule
 from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.matrixwise import Leaves, matrix_transform
@@ -26,8 +27,10 @@ from ortho_func.trees import Readings
 __all__ = [
     "Dion2State",
     "Dion3State",
+    "DionState",
     "MuonState",
     "NorMuonState",
+    "dion",
     "dion2",
     "dion3",
     "muon",
@@ -76,6 +79,14 @@ class Dion3State(NamedTuple):
     steps: Tensor  # steps done, 0-d int64
     momentum_buffer: Tree  # M, like the parameters
     row_variance: Tree  # V, one value per row of each matrix, fp32 at least
+
+
+class DionState(NamedTuple):
+    """State of `dion`."""
+
+    steps: Tensor  # steps done, 0-d int64
+    momentum_buffer: Tree  # M, like the parameters
+    right_factor: Tree  # Q, columns by rank for each matrix, fp32 at least
 
 
 def muon(
@@ -264,6 +275,52 @@ def dion3(
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "beta2": beta2}
     fixed = _selection(fraction, selection)
     return _of_rule(Dion3Rule, Dion3State, hyper, options, eps=eps, **fixed)
+
+
+def dion(
+    lr: Hyperparameter = 1e-3,
+    weight_decay: Hyperparameter = 0.1,
+    *,
+    momentum: Hyperparameter = 0.95,
+    rank_fraction: float = 0.25,
+    **options: Unpack[MatrixOptions],
+) -> Transform:
+    """Dion, an orthonormal update of low rank with error feedback, as a transform.
+
+    B = M + G;  P = orthonormal basis of BQ;  W = BᵀP;  M ← B − (1 − μ)PWᵀ;
+    Q ← W with columns of norm 1;  U = −lr·√(R/C)·PQᵀ − lr·λ·X
+
+    Args:
+        lr: as in `muon`.
+        weight_decay: as in `muon`.
+        momentum: μ.
+        rank_fraction: r over the shorter side of a matrix, in (0, 1].
+        options: as in `muon`, but for ``orthogonalizer``, ``ns_steps`` and ``compute_dtype``;
+            ``adjust_lr_fn=None`` is "spectral_norm" here.
+
+    Returns:
+        A `Transform`; its state is a `DionState`.
+
+    Raises:
+        ValueError: as `muon` does.
+        TypeError: for an option that Dion has no use for.
+
+    Source: arXiv 2504.05295, Algorithms 1 and 2.
+
+    Example:
+        >>> tx = dion(lr=0.1, weight_decay=0.0, rank_fraction=0.5)
+        >>> params = {"w": torch.zeros(4, 8)}
+        >>> updates, state = tx.update({"w": torch.randn(4, 8)}, tx.init(params), params)
+        >>> int(torch.linalg.matrix_rank(updates["w"])), state.right_factor["w"].shape
+        (2, torch.Size([8, 2]))
+    """
+    for name in ("orthogonalizer", "ns_steps", "compute_dtype"):
+        if name in options:
+            raise TypeError(f"dion takes no {name}: its update is orthonormal by a QR.")
+    if not 0 < rank_fraction <= 1:
+        raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}.")
+    hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+    return _of_rule(DionRule, DionState, hyper, options, rank_fraction=float(rank_fraction))
 
 
 def _selection(fraction: float, selection: str) -> dict[str, Any]:

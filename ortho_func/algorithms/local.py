@@ -6,15 +6,18 @@ Frames follow from shapes alone, so a compiler can trace a step from scratch, an
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ortho_func.algorithms.legs import Subject
 from ortho_func.algorithms.rule import Frame, Hyper, MatrixRule
-from ortho_func.geometry import Reading
+from ortho_func.factors import Part, held
+from ortho_func.geometry import Reading, replicated_layout
 from ortho_func.pipeline import in_batches
-from ortho_func.primitives.scaling import Descent, lr_scale
+from ortho_func.primitives.scaling import Descent
 from ortho_func.wire import Sided
 
 __all__ = ["local_step"]
@@ -29,33 +32,119 @@ def local_step(
     hyper: Hyper,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """One step: what to add to each parameter, and its new state."""
-    frames = [
-        local_frame(tuple(x.shape), reading, rule, x.device)
-        for x, reading in zip(params, readings, strict=True)
+    subjects = [
+        Subject(n, part, order)
+        for n, (x, reading) in enumerate(zip(params, readings, strict=True))
+        for order, part in enumerate(_parts(rule, tuple(x.shape), reading))
     ]
-    old = {name: [one[name] for one in state] for name in rule.state}
-    sent = rule.emit(list(grads), old, hyper, frames)
-    found = _whole(rule, sent.shards, sent.sides, frames, hyper)
-    results, sides = [main for main, _ in found], [side for _, side in found]
-    step, absorbed = rule.absorb(list(params), results, sides, sent, hyper, frames)
-    updates = step.updates(params) if isinstance(step, Descent) else step
-    new = {**old, **sent.state, **absorbed}
-    return updates, [{name: new[name][n] for name in rule.state} for n in range(len(params))]
+    passed: list[Tensor] = []
+    written: dict[str, list[Tensor]] = {}
+    trip: MatrixRule | None = rule
+    updates: Sequence[Tensor] = []
+    while trip is not None:
+        frames = [
+            local_frame(trip, tuple(params[s.param].shape), readings[s.param], s.part,
+                        params[s.param].device)
+            for s in subjects
+        ]  # fmt: skip
+        old = {
+            name: _views([one[name] for one in state], subjects, frames, kind)
+            for name, kind in trip.state.items()
+        }
+        here = {**old, trip.carried: passed} if trip.carried else old
+        sent = trip.emit(_views(grads, subjects, frames), here, hyper, frames)
+        found = _whole(trip, sent.shards, sent.sides, frames, hyper)
+        results, sides = [main for main, _ in found], [side for _, side in found]
+        views = _views(params, subjects, frames)
+        step, absorbed = trip.absorb(views, results, sides, sent, hyper, frames)
+        updates = step.updates(views) if isinstance(step, Descent) else step
+        passed = list(updates)
+        written |= {**sent.state, **absorbed}
+        trip = trip.then
+    moved = _by_param(updates, subjects, frames)
+    new = {
+        name: _by_param(written[name], subjects, frames, kind)
+        if name in written
+        else [one[name] for one in state]
+        for name, kind in rule.state.items()
+    }
+    return moved, [{name: new[name][n] for name in rule.state} for n in range(len(params))]
+
+
+def _parts(
+    rule: MatrixRule, shape: tuple[int, ...], reading: Reading
+) -> tuple[Part, ...] | tuple[None]:
+    return (None,) if rule.then is None else rule.parts(shape, reading)
+
+
+def _views(
+    tensors: Sequence[Tensor],
+    subjects: Sequence[Subject],
+    frames: Sequence[Frame],
+    kind: str = "param",
+) -> list[Tensor]:
+    """What of parameters, or of tensors like them, each subject is."""
+    found = []
+    for subject, frame in zip(subjects, frames, strict=True):
+        tensor = tensors[subject.param]
+        if frame.held is not None:
+            seen = frame.held.factor_of if kind == "factor" else frame.held.rows_of
+            tensor = seen(tensor)
+        found.append(tensor)
+    return found
+
+
+def _by_param(
+    values: Sequence[Tensor],
+    subjects: Sequence[Subject],
+    frames: Sequence[Frame],
+    kind: str = "param",
+) -> list[Tensor]:
+    """The values of each parameter's parts, joined."""
+    parts: dict[int, list[int]] = defaultdict(list)
+    for number, subject in enumerate(subjects):
+        parts[subject.param].append(number)
+    found = []
+    for numbers in parts.values():
+        held = frames[numbers[0]].held
+        if held is None or len(numbers) == 1:
+            found.append(values[numbers[0]])
+        else:
+            dim = -1 if kind == "factor" else held.row_dim
+            found.append(torch.cat([values[n] for n in numbers], dim=dim))
+    return found
 
 
 def local_frame(
-    shape: tuple[int, ...], reading: Reading, rule: MatrixRule, device: torch.device
+    rule: MatrixRule,
+    shape: tuple[int, ...],
+    reading: Reading,
+    part: Part | None,
+    device: torch.device,
 ) -> Frame:
-    """How the rule sees a parameter that is whole here."""
+    """How the rule sees a parameter that is whole here, or a part of one."""
     stack, rows, cols = reading.dims(shape)
+    if part is not None:
+        return _part_frame(rule, shape, reading, part)
     blocks = tuple(count for _, count in reading.blocks(rows))
     kinds = tuple(tuple(_kind(side, count, cols) for count in blocks) for side in rule.sides)
-    scales = [lr_scale(count, cols, rule.adjust_lr_fn) for count in blocks]
+    scales = [rule.scale(count, cols) for count in blocks]
     scale: float | Tensor = scales[0]
     if len(set(scales)) > 1:
         parts = zip(blocks, scales, strict=True)
         scale = torch.cat([torch.full((count, 1), s, device=device) for count, s in parts])
     return Frame((stack, rows, cols), (stack, rows, cols), blocks, kinds, scale)
+
+
+def _part_frame(rule: MatrixRule, shape: tuple[int, ...], reading: Reading, part: Part) -> Frame:
+    """Of the first trip, the rows of every block; of the second, one factor after the other."""
+    stack, size = reading.dims(shape)[0], part.rows // part.blocks
+    here = held(replicated_layout(shape, (0,)), reading, part, 0)
+    sent, blocks = (stack, part.rows, part.rank), (size,) * part.blocks
+    if rule.then is None:
+        sent, blocks = (stack * part.blocks, part.cols, part.rank), (part.cols,)
+    kinds = tuple((side,) * len(blocks) for side in rule.sides)
+    return Frame(sent, sent, blocks, kinds, rule.scale(size, part.cols), here)
 
 
 def _kind(side: str, rows: int, cols: int) -> str:

@@ -27,12 +27,13 @@ from ortho_func.algorithms.transform import (
     needed,
     values_at,
 )
+from ortho_func.factors import first_factor
 from ortho_func.geometry import Reading, aligned, layout_of, like, local, on_mesh
 from ortho_func.plan import Plan
 from ortho_func.primitives.momentum import Scalar
 from ortho_func.trees import Readings, named_leaves, readings_of
 
-__all__ = ["Leaves", "matrix_transform", "on_whole_matrices", "zeros_for"]
+__all__ = ["Leaves", "first_state", "matrix_transform", "on_whole_matrices", "zeros_for"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +79,14 @@ class Leaves:
                 raise ValueError(f"{name} has dtype {leaf.dtype}: only real floating ones train.")
             if self.program is None or not on_mesh(leaf):
                 continue
-            if layout_of(leaf, name=name) != self.program.plan.params[n].layout:
+            if layout_of(leaf, name=name) != self.program.params[n].layout:
                 raise ValueError(f"{name} is sharded otherwise than when it was planned.")
 
     def stand_in(self, number: int) -> Tensor:
         """What stands for a leaf that is None: only its dtype and device count."""
         if self.program is None:
             return torch.zeros(0)
-        made = self.program.plan
+        made = self.program
         return torch.zeros(0, dtype=made.params[number].dtype, device=made.places[number].device)
 
     def step(
@@ -117,7 +118,7 @@ class Leaves:
 def _planned(
     program: Program, names: Sequence[str], leaves: Sequence[Tensor | None]
 ) -> list[Reading]:
-    specs = program.plan.params
+    specs = program.params
     planned: list[Any] = [(spec.name, spec.layout.shape) for spec in specs]
     mine = [
         (name, None if leaf is None else tuple(leaf.shape))
@@ -167,9 +168,13 @@ class _Matrixwise:
         self.leaves.check_layouts(names, found)
         state = {
             name: tree_unflatten(
-                [zeros_for(x, kind, r) for x, r in zip(found, readings, strict=True)], spec
+                [
+                    first_state(self.leaves.rule, name, x, r)
+                    for x, r in zip(found, readings, strict=True)
+                ],
+                spec,
             )
-            for name, kind in self.leaves.rule.state.items()
+            for name in self.leaves.rule.state
         }
         return self.kind(steps=first_step(params), **state)
 
@@ -205,6 +210,14 @@ def _settled(old: Tensor, new: Tensor) -> Tensor:
     """New state with the shape, dtype and placements of the old."""
     shard = local(old)
     return like(old, new.reshape(shard.shape).to(shard.dtype))
+
+
+def first_state(rule: MatrixRule, name: str, parameter: Tensor, reading: Reading) -> Tensor:
+    """A parameter's state before the first step, with its placements."""
+    kind = rule.state[name]
+    if kind == "factor":
+        return first_factor(parameter, reading, rule.parts(tuple(parameter.shape), reading))
+    return zeros_for(parameter, kind, reading)
 
 
 def zeros_for(parameter: Tensor, kind: str, reading: Reading) -> Tensor:

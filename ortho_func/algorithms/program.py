@@ -7,122 +7,120 @@ Where results go is the caller's: a shell writes them in place, a functional upd
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ortho_func.algorithms.legs import Leg, Subject
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
+from ortho_func.factors import held
 from ortho_func.pipeline import run
-from ortho_func.plan import Balance, Matrix, ParamSpec, Plan, Travel, Wire, build_plan, local_cut
-from ortho_func.primitives.scaling import Descent, lr_scale
+from ortho_func.plan import Matrix, ParamSpec, Place, Plan
+from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Batch, Entry, Route, routes
 
-__all__ = ["Program", "Sink", "bind", "matrix_step", "one_device", "plan_for"]
+__all__ = ["Program", "Sink", "Spot", "bind", "matrix_step", "one_device"]
+
+
+class Spot(NamedTuple):
+    """Which part of a parameter a result belongs to.
+
+    Results of one parameter with the same `order` follow each other along dim 0, by `first`;
+    those of different `order` along `dim`.
+    """
+
+    param: int
+    order: int
+    first: int
+    dim: int
 
 
 class Sink(Protocol):
-    """Where a step's results go, a few entries at a time."""
+    """Where a step's results go, a few spots at a time."""
 
-    def put_state(
-        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
-    ) -> None:
-        """New state of these entries' parameters."""
+    def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
+        """New state of these spots."""
 
-    def put_updates(
-        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
-    ) -> None:
-        """What to add to these entries' parameters."""
+    def put_updates(self, spots: list[Spot], params: list[Tensor], updates: list[Tensor]) -> None:
+        """What to add to these spots of parameters."""
 
-    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
-        """A step of these entries' parameters, not yet taken."""
+    def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
+        """A step of these spots, not yet taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trip:
+    """One process's part of a leg: routes, and what rules see of each entry."""
+
+    leg: Leg
+    routes: tuple[Route, ...]
+    groups: tuple[str | None, ...]  # by route: the process group's name
+    frames: tuple[tuple[Frame, ...], ...]  # by route, by entry
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One process's step over the matrices of a plan.
+    """One process's step over the matrices of some parameters.
 
-    `rules[g]` is the rule of the plan's group g and `hyper_of[g]` the number of the parameter
-    group that holds its hyperparameters.
+    `params` and `places` are the caller's: what was planned, and where this process holds it.
     """
 
-    plan: Plan
-    routes: tuple[Route, ...]
-    groups: tuple[str | None, ...]  # by route: the process group's name
-    rules: tuple[MatrixRule, ...]
-    hyper_of: tuple[int, ...]
-    frames: tuple[tuple[Frame, ...], ...]  # by route, by entry
+    params: tuple[ParamSpec, ...]
+    places: tuple[Place, ...]
+    trips: tuple[Trip, ...]
     away: torch.device | None = None  # where matrices travel and are whole, if not at the shards
 
-
-def plan_for(
-    specs: Sequence[ParamSpec],
-    rules: Sequence[MatrixRule],
-    wires: Sequence[torch.dtype],
-    *,
-    bucket_bytes: int,
-    wire: Wire = "auto",
-    balance: Balance = "cost",
-) -> tuple[Plan, tuple[MatrixRule, ...], tuple[int, ...]]:
-    """Plan the parameters of some groups, splitting a group where its rule depends on the cut.
-
-    Returns:
-        The plan, the rule of each of its groups, and which given group each came from.
-    """
-    found: dict[tuple[int, MatrixRule], int] = {}
-    placed = []
-    for spec in specs:
-        spec.reading.check(spec.layout.shape, spec.name)
-        rule = rules[spec.group].for_cut(local_cut(spec.layout, spec.reading))
-        number = found.setdefault((spec.group, rule), len(found))
-        placed.append(replace(spec, group=number))
-    travels: list[Travel] = [rule.travel(wire_dtype=wires[group]) for group, rule in found]
-    made = build_plan(
-        tuple(placed), tuple(travels), bucket_bytes=bucket_bytes, wire=wire, balance=balance
-    )
-    return made, tuple(rule for _, rule in found), tuple(group for group, _ in found)
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first round trip."""
+        return self.trips[0].leg.plan
 
 
 def bind(
-    made: Plan,
-    rules: Sequence[MatrixRule],
-    hyper_of: Sequence[int],
+    legs: Sequence[Leg],
+    params: Sequence[ParamSpec],
     *,
     rank: int,
-    devices: Sequence[torch.device],
-    group_names: Sequence[str | None],
+    places: Sequence[Place],
     work_devices: Sequence[torch.device] | None = None,
 ) -> Program:
-    """Bind a plan to this process: its routes, index tables and shape scales.
+    """Bind the legs of a step to this process: routes, index tables and shape scales.
 
     Args:
-        made: the plan.
-        rules: by the plan's groups.
-        hyper_of: by the plan's groups, the parameter group of its hyperparameters.
+        legs: what `plan_for` made of the parameters.
+        params: the parameters.
         rank: this process's global rank.
-        devices: by parameter, where its shard lies.
-        group_names: by parameter, the name of the process group over which it travels.
+        places: by parameter, where its shard lies, and the group over which it travels.
         work_devices: by parameter, where it travels and is whole; where its shard lies unless
             given. (Offloaded shards: state stays with them, the arithmetic on matrices does not.)
 
     Raises:
         ValueError: if that is not one device for all.
     """
+    devices = [place.device for place in places]
     device = one_device(devices if work_devices is None else work_devices)
-    found = routes(made, rank, device)
+    trips = tuple(_trip(leg, params, rank, places, device) for leg in legs)
+    away = device if any(home != device for home in devices) else None
+    return Program(tuple(params), tuple(places), trips, away)
+
+
+def _trip(
+    leg: Leg, params: Sequence[ParamSpec], rank: int, places: Sequence[Place], device: torch.device
+) -> Trip:
+    found = routes(leg.plan, rank, device)
     names = tuple(
-        None if route.bucket.local else group_names[route.bucket.items[0].param] for route in found
-    )
-    frames = tuple(
-        tuple(
-            _frame(made, rules, route, entry, rank, devices[entry.item.param])
-            for entry in route.entries
-        )
+        None
+        if route.bucket.local
+        else places[leg.subjects[route.bucket.items[0].param].param].group
         for route in found
     )
-    away = device if any(home != device for home in devices) else None
-    return Program(made, found, names, tuple(rules), tuple(hyper_of), frames, away)
+    frames = tuple(
+        tuple(_frame(leg, params, route, entry, rank, places) for entry in route.entries)
+        for route in found
+    )
+    return Trip(leg, found, names, frames)
 
 
 def one_device(devices: Sequence[torch.device]) -> torch.device:
@@ -137,29 +135,35 @@ def one_device(devices: Sequence[torch.device]) -> torch.device:
 
 
 def _frame(
-    made: Plan,
-    rules: Sequence[MatrixRule],
+    leg: Leg,
+    params: Sequence[ParamSpec],
     route: Route,
     entry: Entry,
     rank: int,
-    device: torch.device,
+    places: Sequence[Place],
 ) -> Frame:
-    spec = made.params[entry.item.param]
-    box = spec.layout.boxes[spec.layout.domain.ranks.index(rank)]
+    spec, subject = leg.plan.params[entry.item.param], leg.subjects[entry.item.param]
+    rule, place = leg.rules[spec.group], spec.layout.domain.ranks.index(rank)
+    box = spec.layout.boxes[place]
     stack, rows, cols = spec.reading.dims(box.size)
     if len(box.size) > 2 and not spec.reading.flatten:
         stack = entry.last - entry.first
-    adjust = rules[spec.group].adjust_lr_fn
+    shape = (stack, rows, cols)
+    if subject.part is not None:
+        whole, part = params[subject.param], subject.part
+        scale = rule.scale(part.rows // part.blocks, part.cols)
+        here = held(whole.layout, whole.reading, part, place)
+        return Frame(shape, entry.shape, entry.blocks, entry.kinds, scale, here)
     blocks = spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1])
     whole_cols = spec.reading.dims(spec.layout.shape)[2]
-    scales = [lr_scale(count, whole_cols, adjust) for _, count in blocks]
-    scale: float | Tensor = scales[0]
-    if len(set(scales)) > 1:
-        held = _block_numbers(route, entry)
-        counts = torch.tensor(entry.blocks, dtype=torch.int64)
-        values = torch.tensor([scales[number] for number in held], dtype=torch.float32)
-        scale = values.repeat_interleave(counts).unsqueeze(-1).to(device)
-    return Frame((stack, rows, cols), entry.shape, entry.blocks, entry.kinds, scale)
+    scales = [rule.scale(count, whole_cols) for _, count in blocks]
+    if len(set(scales)) == 1:
+        return Frame(shape, entry.shape, entry.blocks, entry.kinds, scales[0])
+    numbers = _block_numbers(route, entry)
+    counts = torch.tensor(entry.blocks, dtype=torch.int64)
+    values = torch.tensor([scales[number] for number in numbers], dtype=torch.float32)
+    by_row = values.repeat_interleave(counts).unsqueeze(-1).to(places[subject.param].device)
+    return Frame(shape, entry.shape, entry.blocks, entry.kinds, by_row)
 
 
 def _block_numbers(route: Route, entry: Entry) -> list[int]:
@@ -176,11 +180,15 @@ def _block_numbers(route: Route, entry: Entry) -> list[int]:
     })  # fmt: skip
 
 
-def view(tensor: Tensor, entry: Entry) -> Tensor:
-    """The part of a shard, or of its state, that an entry is about."""
-    if entry.item.whole or tensor.shape[0] == entry.last - entry.first:
-        return tensor
-    return tensor[entry.first : entry.last]
+@dataclass(frozen=True)
+class Inputs:
+    """What a step is given: see `matrix_step`."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
+    state: Sequence[dict[str, Tensor]]
+    hypers: Sequence[Hyper]
+    present: Sequence[Tensor] | None
 
 
 def matrix_step(
@@ -197,8 +205,8 @@ def matrix_step(
     """One step over every matrix of a program.
 
     Args:
-        program: the plan bound to this process.
-        params: by the plan's parameters, this rank's shards.
+        program: the legs bound to this process.
+        params: by the caller's parameters, this rank's shards.
         grads: likewise; None sends zeros and leaves the parameter and its state alone.
         state: likewise, by name.
         hypers: by parameter group, floats or 0-d tensors.
@@ -207,55 +215,88 @@ def matrix_step(
             that a compiled step serves every set of missing gradients. Then no gradient is None.
         meanwhile: work to do while the first exchange is under way.
     """
-    emissions: list[list[_GroupEmission]] = [[] for _ in program.routes]
+    given = Inputs(params, grads, state, hypers, present)
+    carried: Carried = {}
+    for number, trip in enumerate(program.trips):
+        carried = _run_trip(
+            trip, program.away, given, sink, carried, meanwhile if number == 0 else None
+        )
+
+
+# What a leg passes on, by its plan's parameters: parts of a stack by their first matrix.
+Carried = dict[int, dict[int, Tensor]]
+
+
+def _run_trip(
+    trip: Trip,
+    away: torch.device | None,
+    given: Inputs,
+    sink: Sink,
+    carried: Carried,
+    meanwhile: Callable[[], None] | None,
+) -> Carried:
+    """One round trip of every bucket; returns what the next is to get."""
+    emissions: list[list[_GroupEmission]] = [[] for _ in trip.routes]
+    passed: Carried = {}
+    subjects = trip.leg.subjects
 
     def emit(route: Route) -> tuple[list[Tensor], list[list[Tensor]]]:
-        frames = program.frames[route.number]
+        frames = trip.frames[route.number]
         shards: list[Tensor | None] = [None] * len(route.entries)
         sides: list[list[Tensor]] = [[] for _ in route.entries]
         for group, numbers in _by_group(route.entries).items():
-            rule = program.rules[group]
-            active = [n for n in numbers if grads[route.entries[n].item.param] is not None]
-            one = _Active(rule, [route.entries[n] for n in active], [frames[n] for n in active])
-            sent = one.emit(params, grads, state, hypers[program.hyper_of[group]], sink, present)
-            emissions[route.number].append(_GroupEmission(group, active, one, sent))
+            rule, hyper = trip.leg.rules[group], given.hypers[trip.leg.hyper_of[group]]
+            active = [
+                n
+                for n in numbers
+                if given.grads[subjects[route.entries[n].item.param].param] is not None
+            ]
+            one = _Active(
+                rule,
+                hyper,
+                [route.entries[n] for n in active],
+                [frames[n] for n in active],
+                [subjects[route.entries[n].item.param] for n in active],
+                given,
+                sink,
+            )
+            sent = one.emit(carried)
+            emissions[route.number].append(_GroupEmission(active, one, sent))
             for n, shard, side in zip(active, sent.shards, sent.sides, strict=True):
                 shards[n], sides[n] = shard, list(side)
             for n in set(numbers) - set(active):
                 entry = route.entries[n]
-                like = params[entry.item.param]
+                like = given.params[subjects[entry.item.param].param]
                 shards[n] = like.new_zeros(entry.shape)
                 sides[n] = [torch.zeros(shape, device=like.device) for shape in entry.sides]
         complete = [shard for shard in shards if shard is not None]
-        if program.away is not None:
-            complete = [shard.to(program.away) for shard in complete]
-            sides = [[side.to(program.away) for side in found] for found in sides]
+        if away is not None:
+            complete = [shard.to(away) for shard in complete]
+            sides = [[side.to(away) for side in found] for found in sides]
         return complete, sides
 
     def whole(
         batch: Batch, x: Tensor, sides: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return program.rules[batch.group].whole(x, sides, hypers[program.hyper_of[batch.group]])
+        hyper = given.hypers[trip.leg.hyper_of[batch.group]]
+        return trip.leg.rules[batch.group].whole(x, sides, hyper)
 
     def absorb(route: Route, results: list[Tensor], sides: list[list[Tensor]]) -> None:
-        if program.away is not None:
-            homes = [params[entry.item.param].device for entry in route.entries]
+        if away is not None:
+            homes = [given.params[subjects[e.item.param].param].device for e in route.entries]
             results = [result.to(home) for result, home in zip(results, homes, strict=True)]
             sides = [[s.to(home) for s in found] for found, home in zip(sides, homes, strict=True)]
         for found in emissions[route.number]:
             found.one.absorb(
-                params,
-                state,
                 [results[n] for n in found.numbers],
                 [tuple(sides[n]) for n in found.numbers],
                 found.emission,
-                hypers[program.hyper_of[found.group]],
-                sink,
-                present,
+                passed,
             )
         emissions[route.number] = []
 
-    run(program.routes, program.groups, emit=emit, whole=whole, absorb=absorb, meanwhile=meanwhile)
+    run(trip.routes, trip.groups, emit=emit, whole=whole, absorb=absorb, meanwhile=meanwhile)
+    return passed
 
 
 def _by_group(entries: Sequence[Entry]) -> dict[int, list[int]]:
@@ -265,90 +306,129 @@ def _by_group(entries: Sequence[Entry]) -> dict[int, list[int]]:
     return groups
 
 
-@dataclass
+def _slice(tensor: Tensor, entry: Entry) -> Tensor:
+    """Of a stack, the matrices that are in an entry."""
+    if entry.item.whole or tensor.shape[0] == entry.last - entry.first:
+        return tensor
+    return tensor[entry.first : entry.last]
+
+
+@dataclass(frozen=True)
 class _Active:
     """The entries of one group of a route whose parameters have gradients."""
 
     rule: MatrixRule
+    hyper: Hyper
     entries: list[Entry]
     frames: list[Frame]
+    subjects: list[Subject]
+    given: Inputs
+    sink: Sink
 
-    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [view(tensors[entry.item.param], entry) for entry in self.entries]
+    def view(self, number: int, tensor: Tensor, kind: str = "param") -> Tensor:
+        """What of its parameter, or of a tensor like it, an entry is about."""
+        here = self.frames[number].held
+        if here is not None:
+            tensor = here.factor_of(tensor) if kind == "factor" else here.rows_of(tensor)
+        return _slice(tensor, self.entries[number])
 
-    def state(self, state: Sequence[dict[str, Tensor]], name: str) -> list[Tensor]:
-        return [view(state[entry.item.param][name], entry) for entry in self.entries]
+    def params(self) -> list[Tensor]:
+        """The entries' parts of the parameters."""
+        return [self.view(n, self.given.params[s.param]) for n, s in enumerate(self.subjects)]
 
-    def emit(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        state: Sequence[dict[str, Tensor]],
-        hyper: Hyper,
-        sink: Sink,
-        present: Sequence[Tensor] | None,
-    ) -> Emission:
-        old = {name: self.state(state, name) for name in self.rule.state}
-        here = [grads[entry.item.param] for entry in self.entries]
-        views = [view(g, e) for g, e in zip(here, self.entries, strict=True) if g is not None]
-        sent = self.rule.emit(views, old, hyper, self.frames)
-        if present is not None:
-            masks = self.masks(present)
+    def grads(self) -> list[Tensor]:
+        """The entries' parts of the gradients."""
+        found = []
+        for number, subject in enumerate(self.subjects):
+            grad = self.given.grads[subject.param]
+            assert grad is not None
+            found.append(self.view(number, grad))
+        return found
+
+    def state(self, name: str) -> list[Tensor]:
+        """The entries' parts of the state of this name."""
+        kind = self.rule.state[name]
+        return [
+            self.view(n, self.given.state[s.param][name], kind) for n, s in enumerate(self.subjects)
+        ]
+
+    def spots(self, kind: str = "param") -> list[Spot]:
+        """Where the entries' results belong."""
+        return [
+            Spot(
+                subject.param,
+                subject.order,
+                entry.first,
+                0 if frame.held is None else -1 if kind == "factor" else frame.held.row_dim,
+            )
+            for entry, frame, subject in zip(self.entries, self.frames, self.subjects, strict=True)
+        ]
+
+    def emit(self, carried: Carried) -> Emission:
+        old = {name: self.state(name) for name in self.rule.state}
+        extra = {}
+        if self.rule.carried:
+            extra[self.rule.carried] = [
+                _slice(_in_order(carried[subject.before]), entry)
+                for entry, subject in zip(self.entries, self.subjects, strict=True)
+            ]
+        sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
+        if self.given.present is not None:
+            masks = self.masks(self.given.present)
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
-        self.put_state(old, sent.state, sink, present)
+        self.put_state(sent.state)
         return sent
 
     def absorb(
         self,
-        params: Sequence[Tensor],
-        state: Sequence[dict[str, Tensor]],
         results: list[Tensor],
         sides: list[tuple[Tensor, ...]],
         sent: Emission,
-        hyper: Hyper,
-        sink: Sink,
-        present: Sequence[Tensor] | None,
+        passed: Carried,
     ) -> None:
         if not self.entries:  # no gradient here: the others' exchange needed this rank, no more
             return
-        old = self.views(params)
-        step, new = self.rule.absorb(old, results, sides, sent, hyper, self.frames)
-        if isinstance(step, Descent) and present is None:
-            sink.descend(self.entries, old, step)
+        present = self.given.present
+        old = self.params()
+        step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
+        if self.rule.then is not None:
+            assert not isinstance(step, Descent)
+            for entry, value in zip(self.entries, step, strict=True):
+                passed.setdefault(entry.item.param, {})[entry.first] = value
+        elif isinstance(step, Descent) and present is None:
+            self.sink.descend(self.spots(), old, step)
         else:
             updates = step.updates(old) if isinstance(step, Descent) else step
             if present is not None:
                 masks = self.masks(present)
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
-            sink.put_updates(self.entries, old, updates)
-        before = {name: self.state(state, name) for name in new}
-        self.put_state(before, new, sink, present)
+            self.sink.put_updates(self.spots(), old, updates)
+        self.put_state(new)
 
     def masks(self, present: Sequence[Tensor]) -> list[Tensor]:
-        return [present[entry.item.param] for entry in self.entries]
+        return [present[subject.param] for subject in self.subjects]
 
-    def put_state(
-        self,
-        old: dict[str, list[Tensor]],
-        new: dict[str, list[Tensor]],
-        sink: Sink,
-        present: Sequence[Tensor] | None,
-    ) -> None:
+    def put_state(self, new: dict[str, list[Tensor]]) -> None:
         for name, values in new.items():
-            kept = values
-            if present is not None:
-                kept = [
-                    torch.where(m, v, o)
-                    for m, v, o in zip(self.masks(present), values, old[name], strict=True)
-                ]
+            old, kept = self.state(name), values
+            if self.given.present is not None:
+                masks = self.masks(self.given.present)
+                kept = [torch.where(m, v, o) for m, v, o in zip(masks, values, old, strict=True)]
             if self.entries:
-                sink.put_state(name, self.entries, old[name], kept)
+                spots = self.spots(self.rule.state[name])
+                self.sink.put_state(name, spots, old, kept)
+
+
+def _in_order(parts: dict[int, Tensor]) -> Tensor:
+    """The parts of a stack, one after the other."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return torch.cat([parts[first] for first in sorted(parts)])
 
 
 @dataclass
 class _GroupEmission:
-    group: int
     numbers: list[int]
     one: _Active
     emission: Emission

@@ -7,16 +7,18 @@ parameter is sharded, and none writes its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from ortho_func.factors import Held, Part
+from ortho_func.geometry import Reading
 from ortho_func.plan import Travel
 from ortho_func.primitives.momentum import Scalar
 from ortho_func.primitives.orthogonalize import Orthogonalizer, flops, get_orthogonalizer
-from ortho_func.primitives.scaling import Descent
+from ortho_func.primitives.scaling import Descent, lr_scale
 
 __all__ = ["Cost", "Emission", "Frame", "Hyper", "MatrixRule", "State", "Step"]
 
@@ -29,7 +31,8 @@ class Frame(NamedTuple):
     """How a rule sees one shard: as [stack, rows, cols], and what of it travels.
 
     `blocks` are the rows of each row block in the shard; `kinds` says of each side vector and
-    block whether it has a value per row or per column; `scale` is the shape scale of lr.
+    block whether it has a value per row or per column; `scale` is the shape scale of lr; `held`
+    is what of a part of the parameter is here, for rules that send factors.
     """
 
     shape: tuple[int, int, int]
@@ -37,6 +40,7 @@ class Frame(NamedTuple):
     blocks: tuple[int, ...]
     kinds: tuple[tuple[str, ...], ...]
     scale: float | Tensor
+    held: Held | None = None
 
 
 class Emission(NamedTuple):
@@ -80,6 +84,22 @@ class MatrixRule:
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
     sides: ClassVar[tuple[str, ...]] = ()
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
+    carried: ClassVar[str] = ""  # under which name of `state` the leg before's results come
+    default_adjust: ClassVar[str | None] = None  # what adjust_lr_fn=None means
+
+    @property
+    def then(self) -> MatrixRule | None:
+        """The rule of a second round trip, to which `absorb` of this one passes its results."""
+        return None
+
+    def parts(self, shape: Sequence[int], reading: Reading) -> tuple[Part, ...]:
+        """Which parts of a parameter travel each on its own, where there is a successor."""
+        raise NotImplementedError
+
+    def scale(self, rows: int, cols: int) -> float:
+        """The shape scale of lr."""
+        adjust = self.default_adjust if self.adjust_lr_fn is None else self.adjust_lr_fn
+        return lr_scale(rows, cols, adjust)
 
     def for_cut(self, cut: str | None) -> MatrixRule:
         """The rule for parameters whose shards are cut along rows, columns or neither."""
@@ -87,15 +107,11 @@ class MatrixRule:
 
     def travel(self, **common: Any) -> Travel:
         """What travels for this rule, as the plan needs to know it."""
-        return Travel(
-            algorithm=self.name,
-            sides=self.sides,
-            local_dtype=getattr(self.orthogonalizer, "input_dtype", None),
-            cost=self.cost(),
-            **common,
-        )
+        narrow = getattr(self.orthogonalizer, "input_dtype", None)
+        settled = {"local_dtype": narrow, **common}
+        return Travel(algorithm=self.name, sides=self.sides, cost=self.cost(), **settled)
 
-    def cost(self, share: float = 1.0) -> Cost:
+    def cost(self, share: float = 1.0) -> Callable[[int, int], float]:
         """What one matrix that travels costs; a callable orthogonalizer counts as the default."""
         one = self.orthogonalizer
         if isinstance(one, Orthogonalizer):
@@ -123,7 +139,10 @@ class MatrixRule:
         hyper: Hyper,
         frames: Sequence[Frame],
     ) -> tuple[Step, State]:
-        """What to add to each parameter, or a descent that says it; and new state."""
+        """What to add to each parameter, or a descent that says it; and new state.
+
+        Where there is a successor, instead of steps: what it gets as `state[carried]`.
+        """
         return self.descend(results, hyper, frames), {}
 
     def descend(

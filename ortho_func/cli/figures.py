@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ortho_func.algorithms.program import plan_for
+from ortho_func.algorithms.legs import plan_for
 from ortho_func.cli.bounds import least_busiest
 from ortho_func.cli.hardware import Hardware
 from ortho_func.cli.meshes import Mesh, specs_of
@@ -42,13 +42,13 @@ def make_plan(
     """Plan a model on a mesh, as an optimizer with these options would."""
     group = {**DEFAULTS, "algorithm": "muon", **options}
     began = time.process_time()  # one thread: what an idle machine takes
-    made, _, _ = plan_for(
+    made = plan_for(
         specs_of(model, mesh),
         [rule_of(group)],
         [group["wire_dtype"]],
         bucket_bytes=bucket_bytes,
         wire=wire,
-    )
+    )[0].plan
     return Planned(model, mesh, group, made, time.process_time() - began)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ortho_func.optim.shell import OrthogonalOptimizer
 from ortho_func.plan import Balance, Wire
 
-__all__ = ["Dion2", "Dion3", "Muon", "NorMuon"]
+__all__ = ["Dion", "Dion2", "Dion3", "Muon", "NorMuon"]
 
 Orthogonalize = str | Callable[[Tensor], Tensor]
 
@@ -46,7 +46,7 @@ class Muon(OrthogonalOptimizer):
     Args:
         params: parameters or groups, as in ``torch.optim``. DTensors bring their mesh. A group
             may set every option below but those from process_group on, and ``algorithm``:
-            "muon", "normuon", "dion2", "dion3", or for what is no matrix "adamw" or "lion",
+            "muon", "normuon", "dion2", "dion3", "dion", or for what is no matrix "adamw" or "lion",
             which take ``betas`` and ``adam_eps``.
         lr: learning rate, a number or a 0-d tensor.
         weight_decay: λ, decoupled.
@@ -267,4 +267,60 @@ class Dion3(OrthogonalOptimizer):
         super().__init__(
             params, "dion3", lr=lr, weight_decay=weight_decay, fraction=fraction,
             selection=selection, beta2=beta2, **options,
+        )  # fmt: skip
+
+
+class Dion(OrthogonalOptimizer):
+    """Dion: an orthonormal update of low rank; what it leaves out waits in M.
+
+    B = M + G;  P = orthonormal basis of BQ;  W = BᵀP;  M ← B − (1 − μ)PWᵀ;
+    Q ← W with columns of norm 1;  X ← (1 − lr·λ)X − lr·√(R/C)·PQᵀ
+
+    Q, of C×r for a matrix of R×C, r = ⌈rank_fraction·min(R, C)⌉, is state: `right_factor`, fp32.
+    Matrices never travel: BQ is summed over the ranks that share rows, P comes back, then BᵀP is
+    summed over those that share columns and Q comes back. That is 2Rr elements a matrix for every
+    rank that holds all its rows and 2Cr for every rank that holds all its columns, so many ranks
+    along one dim can move more than Muon's 2RC/W a rank does; two dims are where it pays.
+
+    Args:
+        params: as in `Muon`.
+        lr: as in `Muon`.
+        weight_decay: as in `Muon`.
+        rank_fraction: r over the shorter side, in (0, 1].
+        options: everything else that `Muon` takes but orthogonalizer, ns_steps and nesterov.
+            ``adjust_lr_fn=None`` is "spectral_norm" here, √(R/C). Products are computed in fp32;
+            ``wire_dtype`` is that of the factors on the wire. With ``reduce_gradients=True``
+            replicas send factors of their own gradients, and the result is that of their
+            average: data parallelism that synchronizes thin factors alone.
+
+    Raises:
+        ValueError: as `Muon` does.
+        TypeError: for an option that Dion has no use for.
+
+    Source: arXiv 2504.05295, Algorithms 1 and 2.
+
+    Example:
+        >>> layer = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = Dion(layer.parameters(), lr=0.02, rank_fraction=0.5)
+        >>> layer(torch.randn(2, 8)).square().mean().backward()
+        >>> opt.step()
+        >>> opt.state[layer.weight]["right_factor"].shape
+        torch.Size([8, 2])
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.1,
+        *,
+        rank_fraction: float = 0.25,
+        **options: Unpack[Options],
+    ) -> None:
+        for name in ("orthogonalizer", "ns_steps"):
+            if name in options:
+                raise TypeError(f"Dion takes no {name}: its update is orthonormal by a QR.")
+        super().__init__(
+            params, "dion", lr=lr, weight_decay=weight_decay, rank_fraction=rank_fraction,
+            **options,
         )  # fmt: skip

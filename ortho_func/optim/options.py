@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ortho_func.algorithms.dion import DionRule
 from ortho_func.algorithms.dion2 import Dion2Rule
 from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.elementwise import AdamWRule, ElementRule, LionRule
@@ -33,6 +34,7 @@ MATRIX_ALGORITHMS: dict[str, type[MatrixRule]] = {
     "normuon": NorMuonRule,
     "dion2": Dion2Rule,
     "dion3": Dion3Rule,
+    "dion": DionRule,
 }
 ELEMENT_ALGORITHMS: dict[str, type[ElementRule]] = {"adamw": AdamWRule, "lion": LionRule}
 ALGORITHMS = (*MATRIX_ALGORITHMS, *ELEMENT_ALGORITHMS)
@@ -48,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "beta2": 0.95,
     "fraction": 0.25,
     "selection": "local",
+    "rank_fraction": 0.25,
     "adjust_lr_fn": None,
     "orthogonalizer": "auto",
     "ns_steps": None,
@@ -71,6 +74,7 @@ _RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "eps": (0.0, True, math.inf, False),
     "adam_eps": (0.0, True, math.inf, False),
     "fraction": (0.0, False, 1.0, True),
+    "rank_fraction": (0.0, False, 1.0, True),
 }
 _TENSORS = ("lr", "weight_decay", "momentum", "beta2")
 _FLAGS = ("nesterov", "cautious")
@@ -157,8 +161,9 @@ def rule_of(group: Mapping[str, Any]) -> MatrixRule:
     )
     wanted = {name: group[name] for name in kind.__dataclass_fields__ if name in group}
     wanted["orthogonalizer"] = orthogonalizer
-    if "fraction" in wanted:
-        wanted["fraction"] = float(wanted["fraction"])
+    for name in ("fraction", "rank_fraction"):
+        if name in wanted:
+            wanted[name] = float(wanted[name])
     return kind(**wanted)
 
 
@@ -180,7 +185,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     names = (
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
         "wire_dtype", "compute_dtype", "flatten", "split_sizes", "num_heads", "fraction",
-        "selection", "betas", "adam_eps",
+        "selection", "rank_fraction", "betas", "adam_eps",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)

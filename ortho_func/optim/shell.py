@@ -5,7 +5,7 @@ All in-place writes of the library are here (and in functions whose names end in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.elementwise import ElementRule
-from ortho_func.algorithms.program import Program, bind, matrix_step, one_device, plan_for
-from ortho_func.algorithms.rule import MatrixRule
+from ortho_func.algorithms.legs import Leg, plan_for
+from ortho_func.algorithms.matrixwise import first_state
+from ortho_func.algorithms.program import Program, Spot, bind, matrix_step, one_device
 from ortho_func.geometry import (
     aligned,
     group_over,
     layout_of,
-    like,
     local,
     ranks_in,
     ranks_of,
@@ -39,9 +39,8 @@ from ortho_func.optim.options import (
     static_key,
 )
 from ortho_func.optim.reduction import Chunk, alone, chunks
-from ortho_func.plan import Balance, ParamSpec, Plan, Wire, default_bucket_bytes
+from ortho_func.plan import Balance, ParamSpec, Place, Plan, Wire, default_bucket_bytes
 from ortho_func.primitives.scaling import Descent, descend_
-from ortho_func.routing import Entry
 
 __all__ = ["OrthogonalOptimizer"]
 
@@ -55,17 +54,13 @@ _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALAR
 class _InPlace:
     """Writes results where they belong."""
 
-    def put_state(
-        self, name: str, entries: list[Entry], old: list[Tensor], new: list[Tensor]
-    ) -> None:
+    def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         torch._foreach_copy_(old, new)
 
-    def put_updates(
-        self, entries: list[Entry], params: list[Tensor], updates: list[Tensor]
-    ) -> None:
+    def put_updates(self, spots: list[Spot], params: list[Tensor], updates: list[Tensor]) -> None:
         torch._foreach_add_(params, updates)
 
-    def descend(self, entries: list[Entry], params: list[Tensor], descent: Descent) -> None:
+    def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
         descend_(params, descent)
 
 
@@ -86,9 +81,8 @@ class _Draft:
     matrices: list[Tensor]
     group_of: list[int]
     elementwise: list[_Elementwise]
-    plan: Plan | None
-    rules: tuple[MatrixRule, ...]
-    hyper_of: list[int]
+    specs: list[ParamSpec]
+    legs: tuple[Leg, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +171,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         handles = agree(self._sides(), self._facts(), self._common(), fault)
         assert draft is not None
         self._make_state()
-        program = None if draft.plan is None else self._bind(draft, draft.plan, handles)
+        program = self._bind(draft, handles) if draft.legs else None
         built = _Built(
             self._key(), program, draft.matrices, draft.group_of, draft.elementwise, None
         )
@@ -212,9 +206,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                 matrices.append(p)
                 group_of.append(number)
         if not specs:
-            return _Draft(matrices, group_of, elementwise, None, (), [])
+            return _Draft(matrices, group_of, elementwise, [], ())
         groups = [self.param_groups[number] for number in chosen]
-        made, rules, came_from = plan_for(
+        legs = plan_for(
             specs,
             [rule_of(group) for group in groups],
             [group["wire_dtype"] for group in groups],
@@ -222,8 +216,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             wire=self._settings["wire"],
             balance=self._settings["balance"],
         )
-        hyper_of = [chosen[number] for number in came_from]
-        return _Draft(matrices, group_of, elementwise, made, rules, hyper_of)
+        legs = tuple(
+            replace(leg, hyper_of=tuple(chosen[number] for number in leg.hyper_of)) for leg in legs
+        )
+        return _Draft(matrices, group_of, elementwise, specs, legs)
 
     @property
     def _reduces(self) -> bool:
@@ -278,28 +274,26 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """What all ranks must agree on, whatever they hold."""
         return [f"{key}={value}" for key, value in self._settings.items() if key != "compile"]
 
-    def _bind(self, draft: _Draft, made: Plan, handles: dict[Ranks, Any]) -> Program:
+    def _bind(self, draft: _Draft, handles: dict[Ranks, Any]) -> Program:
         found = [handles.get(ranks_of(p, self._process_group)) for p in draft.matrices]
         return bind(
-            made,
-            draft.rules,
-            draft.hyper_of,
+            draft.legs,
+            draft.specs,
             rank=this_rank(),
-            devices=[local(p).device for p in draft.matrices],
+            places=[
+                Place(local(p).device, None if handle is None else handle.group_name)
+                for p, handle in zip(draft.matrices, found, strict=True)
+            ],
             work_devices=[work_device(p) for p in draft.matrices],
-            group_names=[None if handle is None else handle.group_name for handle in found],
         )
 
     def _make_state(self) -> None:
         """State exists from the start, with the parameters' placements; what is there stays."""
         for group in self.param_groups:
-            elementwise = group["algorithm"] in ELEMENT_ALGORITHMS
-            rule = element_rule_of(group) if elementwise else rule_of(group)
-            flatten = not elementwise and bool(reading_of(group).flatten)
             for p in group["params"]:
-                for name, kind in rule.state.items():
+                for name, make in _first_states(group).items():
                     if name not in self.state[p]:
-                        self.state[p][name] = _zeros(p, kind, flatten)
+                        self.state[p][name] = make(p)
 
     @property
     def plan(self) -> Plan | None:
@@ -481,20 +475,18 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             self._build()
 
 
-def _zeros(parameter: Tensor, kind: str, flatten: bool) -> Tensor:
+def _first_states(group: dict[str, Any]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """By name, how to make the state of a group's parameters before the first step."""
+    if group["algorithm"] in ELEMENT_ALGORITHMS:
+        return {name: partial(_zeros, kind) for name, kind in element_rule_of(group).state.items()}
+    rule, reading = rule_of(group), reading_of(group)
+    return {name: partial(first_state, rule, name, reading=reading) for name in rule.state}
+
+
+def _zeros(kind: str, parameter: Tensor) -> Tensor:
     if kind == "scalar":
         return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-    if kind == "param":
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    shard = local(parameter)
-    keep = 1 if flatten else parameter.ndim - 1
-
-    def reduced(shape: Iterable[int]) -> list[int]:
-        return [n if dim < keep else 1 for dim, n in enumerate(shape)]
-
-    extents = reduced(shard.shape)
-    zeros = torch.zeros(extents, dtype=torch.float32, device=shard.device)
-    return like(parameter, zeros, reduced(parameter.shape))
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
