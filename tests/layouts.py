@@ -41,8 +41,9 @@ WHOLE = {
 
 
 def exact(algorithm: str) -> dict[str, Any]:
-    """The exact polar factor, for the algorithms that take an orthogonalizer."""
-    return {} if algorithm == "dion" else {"orthogonalizer": "svd"}
+    """Options under which an algorithm's formula is exact, and no layout matters."""
+    options = {} if algorithm == "dion" else {"orthogonalizer": "svd"}
+    return {**options, "selection": "global"} if algorithm in ("dion2", "dion3") else options
 
 
 @dataclass(frozen=True)

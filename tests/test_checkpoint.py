@@ -16,6 +16,7 @@ from layouts import (
     Replicate,
     Shard,
     Weights,
+    exact,
     expected,
     gather,
     relative_error,
@@ -41,7 +42,7 @@ from torch.distributed.tensor.parallel import (
 
 SHAPES = {"uneven": (5, 16), "empty": (3, 16), "even": (8, 16), "one": (1, 16), "bias": (7,)}
 EXPERTS = {"w1": (4, 8, 16), "w2": (3, 6, 8)}
-EXACT = {"orthogonalizer": "svd", "wire_dtype": torch.float32}
+EXACT = {"wire_dtype": torch.float32}
 HYPER = {"lr": 0.1, "weight_decay": 0.2}
 
 
@@ -67,8 +68,8 @@ def by_placements(
 
 def optimizer_for(model: nn.Module, algorithm: str, **options: Any) -> torch.optim.Optimizer:
     cls, _, extra = WHOLE[algorithm]
-    if algorithm.startswith("dion"):
-        options = {"selection": "global", **options}
+    if EXACT.items() <= options.items():
+        options = {**exact(algorithm), **options}
     named = list(model.named_parameters())
     groups = [
         {"params": [(name, p) for name, p in named if p.ndim > 1]},

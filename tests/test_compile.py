@@ -15,6 +15,7 @@ from layouts import (
     Shard,
     by_fully_shard,
     by_placements,
+    exact,
     expected,
     gather,
     relative_error,
@@ -128,7 +129,7 @@ class Trace:
 def grouped(algorithm: str, matrices: Parameters, others: Parameters, **options: Any) -> Any:
     """An optimizer with a matrix group and an AdamW group."""
     cls, _, extra = WHOLE[algorithm]
-    if algorithm.startswith("dion"):
+    if algorithm in ("dion2", "dion3"):
         extra = {**extra, "selection": "global"}
     groups: list[dict[str, Any]] = [
         {"params": list(matrices.items())},
@@ -540,7 +541,7 @@ def without_gradients(
     matrices = by_fully_shard(tensors, (world,))
     others = by_fully_shard(whole_tensors({"bias": (3,)}, seed), (world,))
     opt = grouped(
-        algorithm, matrices, others, weight_decay=0.0, orthogonalizer="svd",
+        algorithm, matrices, others, weight_decay=0.0, **exact(algorithm),
         compile={"backend": backend} if compiled else False,
     )  # fmt: skip
     gradients[0]["d"] = gradients[1]["d"] = None
@@ -562,8 +563,6 @@ def without_gradients(
     zeroed = gradients[0]["b"].clone()
     zeroed[first : first + rows[absent_on]] = 0
     gradients[0] = {**gradients[0], "b": zeroed}
-    extra = {"selection": "global"} if algorithm.startswith("dion") else {}
-    assert not extra or algorithm.startswith("dion")
     right = expected(tensors, gradients, algorithm, lr=0.1, weight_decay=0.0)
     error = max(relative_error(gather(matrices[name]), right[name]) for name in MISSING)
 
@@ -588,8 +587,12 @@ def without_gradients(
 
 
 def bits(opt: torch.optim.Optimizer, p: Tensor) -> list[Tensor]:
-    """A parameter's shard and everything the optimizer knows about it, copied."""
-    return [local(t.detach()).clone() for t in (p, *opt.state[p].values())]
+    """A parameter's shard and everything the optimizer knows about it, copied.
+
+    But for Dion's right factor, which belongs to all ranks: it moves where others have gradients.
+    """
+    state = [t for name, t in opt.state[p].items() if name != "right_factor"]
+    return [local(t.detach()).clone() for t in (p, *state)]
 
 
 def check_missing(found: list[dict[str, Any]], absent_on: int, note: Any) -> None:

@@ -36,6 +36,7 @@ from ortho_func import (
     apply_updates,
     chain,
     clip_by_global_norm,
+    dion,
     dion2,
     dion3,
     elementwise,
@@ -66,6 +67,15 @@ class Row(NamedTuple):
     naive: Callable[..., Any]
     options: dict[str, Any]
     matrix: bool = True
+    polar: bool = True  # takes an orthogonalizer
+
+    @property
+    def exact(self) -> dict[str, Any]:
+        return {"orthogonalizer": "svd"} if self.matrix and self.polar else {}
+
+    @property
+    def wide(self) -> dict[str, Any]:
+        return {"compute_dtype": torch.float32} if self.matrix and self.polar else {}
 
 
 TABLE = {
@@ -74,12 +84,14 @@ TABLE = {
     "normuon": Row(normuon, reference.normuon, {"beta2": 0.9}),
     "dion2": Row(dion2, reference.dion2, {"fraction": 0.3}),
     "dion3": Row(dion3, reference.dion3, {"fraction": 0.3, "beta2": 0.9}),
+    "dion": Row(dion, reference.dion, {"rank_fraction": 0.4}, polar=False),
     "adamw": Row(adamw, reference.adamw, {"betas": (0.8, 0.9)}, matrix=False),
     "adamw, cautious": Row(
         adamw, reference.adamw, {"betas": (0.9, 0.99), "cautious": True}, matrix=False
     ),
     "lion": Row(lion, reference.lion, {"betas": (0.8, 0.9), "cautious": True}, matrix=False),
 }
+MATRIX_ROWS = ("muon", "normuon", "dion2", "dion3", "dion")
 MATRIX = [torch.ones(2, 2)]
 SHAPES = {
     "wide": (4, 7),
@@ -107,8 +119,9 @@ def whole(seed: int, dtype: torch.dtype = torch.float64, shapes: Any = SHAPES) -
 def make(name: str, **options: Any) -> Transform:
     """The algorithm of a row on `SHAPES`, exactly orthogonalized where it is a matrix one."""
     row = TABLE[name]
-    extra = {"orthogonalizer": "svd", "readings": READINGS} if row.matrix else {}
-    return row.make(**{"lr": 0.1, "weight_decay": 0.2, **row.options, **extra, **options})
+    extra = {"readings": READINGS} if row.matrix else {}
+    hyper = {"lr": 0.1, "weight_decay": 0.2}
+    return row.make(**{**hyper, **row.options, **row.exact, **extra, **options})
 
 
 def run(tx: Transform, params: Any, gradients: list[Any]) -> tuple[Any, Any]:
@@ -157,15 +170,17 @@ def test_scale_is_that_of_each_block(adjust: str) -> None:
     assert max(relative_error(found[key], right[key]) for key in SHAPES) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "dion2", "dion3"])
+@pytest.mark.parametrize("name", MATRIX_ROWS)
 def test_equals_the_optimizer(name: str) -> None:
     shapes = {"a": (6, 4), "b": (4, 6), "c": (6, 4)}
     params = whole(0, torch.float32, shapes)
     gradients = [whole(1 + n, torch.float32, shapes) for n in range(3)]
-    options = {"lr": 0.1, "compute_dtype": torch.float32}
-    mine, _ = run(TABLE[name].make(**options), params, gradients)
+    options = {"lr": 0.1}
+    mine, _ = run(TABLE[name].make(**options, **TABLE[name].wide), params, gradients)
     module = nn.ParameterDict({key: nn.Parameter(x.clone()) for key, x in params.items()})
-    optimizer = getattr(ortho_func, _class_of(name))(module.parameters(), **options)
+    optimizer = getattr(ortho_func, _class_of(name))(
+        module.parameters(), **options, compute_dtype=torch.float32
+    )
     for grads in gradients:
         for key, p in module.items():
             p.grad = grads[key].clone()
@@ -175,7 +190,8 @@ def test_equals_the_optimizer(name: str) -> None:
 
 
 def _class_of(name: str) -> str:
-    return {"muon": "Muon", "normuon": "NorMuon", "dion2": "Dion2", "dion3": "Dion3"}[name]
+    return {"muon": "Muon", "normuon": "NorMuon", "dion2": "Dion2", "dion3": "Dion3",
+            "dion": "Dion"}[name]  # fmt: skip
 
 
 def test_lion_and_adamw_take_any_shape() -> None:
@@ -205,7 +221,7 @@ def test_steps_are_small_in_low_precision() -> None:
 def test_zero_gradients_and_zero_rate_stay_finite(name: str) -> None:
     params = whole(0, torch.float32)
     zeros = tree_map(torch.zeros_like, params)
-    orth = {"orthogonalizer": "auto"} if TABLE[name].matrix else {}
+    orth = {"orthogonalizer": "auto"} if TABLE[name].exact else {}
     found, state = run(make(name, lr=torch.tensor(0.0), **orth), params, [zeros, zeros])
     assert_same(found, params)
     assert all(torch.isfinite(x).all() for x in leaves(state))
@@ -492,7 +508,7 @@ def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
 
 
 def optimizer(name: str, lr: Any = 0.05) -> Transform:
-    matrices = TABLE[name].make(lr=lr, compute_dtype=torch.float32, **TABLE[name].options)
+    matrices = TABLE[name].make(lr=lr, **TABLE[name].wide, **TABLE[name].options)
     return partition({"m": matrices, "r": adamw(lr=0.01)}, lambda _, p: "m" if p.ndim > 1 else "r")
 
 
@@ -548,7 +564,7 @@ def test_all_of_it_can_be_built_inside_a_trace() -> None:
     torch.testing.assert_close(found, sweep(params, grads, rates))
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "dion2", "dion3"])
+@pytest.mark.parametrize("name", MATRIX_ROWS)
 def test_a_sweep_equals_separate_runs(name: str) -> None:
     batches = [data(number) for number in range(4)]
     params, rates = student(), torch.tensor([0.01, 0.05, 0.2])
@@ -581,7 +597,7 @@ def test_a_sweep_over_injected_hyperparameters() -> None:
             torch.testing.assert_close(updates[key][n], right[key], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "dion2", "dion3"])
+@pytest.mark.parametrize("name", MATRIX_ROWS)
 @pytest.mark.parametrize("dead", [False, True], ids=["", "dead unit"])
 def test_hypergradient_equals_finite_differences(name: str, dead: bool) -> None:
     batches = [data(number, torch.float64) for number in range(4)]
@@ -604,7 +620,7 @@ def test_hypergradient_equals_finite_differences(name: str, dead: bool) -> None:
     assert float(slope.abs()) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "dion2", "dion3"])
+@pytest.mark.parametrize("name", MATRIX_ROWS)
 def test_an_ensemble_of_stacked_models(name: str) -> None:
     models = [copy.deepcopy(STUDENT) for _ in range(3)]
     for model in models:
@@ -671,14 +687,14 @@ def local_shards(tree: Any) -> Any:
 def check_shards(rank: int, world: int, layout: str, seed: int, bucket_bytes: int) -> float:
     """Largest relative error of parameters and momenta against the optimizers, over algorithms."""
     worst = 0.0
-    for name in ("muon", "normuon", "dion2", "dion3"):
+    for name in MATRIX_ROWS:
         _, _, place, arguments, own = LAYOUTS[layout]
         params, options, gradients = placed(layout, seed)
         steps: list[Any] = [dict(grads) for grads in gradients]
         if rank == world - 1:
             steps[1][next(iter(params))] = None  # on one rank only
         hyper = {"lr": 0.1, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
-        extra = {**hyper, **TABLE[name].options, "orthogonalizer": "svd"}
+        extra = {**hyper, **TABLE[name].options, **TABLE[name].exact}
         made = plan(params, bucket_bytes=bucket_bytes, **options)
         tx = TABLE[name].make(plan=made, **extra)
         found, state = params, tx.init(params)

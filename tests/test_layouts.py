@@ -145,12 +145,9 @@ def check(
 @pytest.mark.parametrize("algorithm", list(WHOLE))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_equals_one_process(pool: Any, layout: str, algorithm: str, request: Any) -> None:
-    options = {"selection": "global"} if algorithm in ("dion2", "dion3") else {}
     seed = torch.seed() % 2**31
     for wire in ("auto", "dense", "exact"):
-        errors = pool.run(
-            check, layout, algorithm, seed, {**options, "wire": wire}, world=LAYOUTS[layout][0]
-        )
+        errors = pool.run(check, layout, algorithm, seed, {"wire": wire}, world=LAYOUTS[layout][0])
         assert max(errors) < 1e-5, (wire, seed, errors)
 
 

@@ -113,10 +113,8 @@ def check(
 @pytest.mark.parametrize("place", list(PLACES))
 def test_equals_synchronized_gradients(pool: Any, place: str, algorithm: str) -> None:
     seed = torch.seed() % 2**31
-    options = {"selection": "global"} if algorithm in ("dion2", "dion3") else {}
     for wire in ("dense", "exact"):
-        asked = {**options, "wire": wire}
-        found = pool.run(check, place, algorithm, seed, asked, world=PLACES[place][0])
+        found = pool.run(check, place, algorithm, seed, {"wire": wire}, world=PLACES[place][0])
         errors, moved = zip(*found, strict=True)
         assert max(errors) < 1e-5, (wire, seed, errors)
         assert max(moved) < 1e-5, (wire, seed, moved)

@@ -23,7 +23,6 @@ from layouts import (
 from torch import Tensor
 
 HYPER = {"lr": 0.1, "weight_decay": 0.1}
-SELECTION = {"dion2": {"selection": "global"}}
 
 
 def place(tensors: dict[str, Tensor], world: int, dim: int) -> dict[str, Tensor]:
@@ -50,7 +49,7 @@ def check(
         parameters = place(tensors, world, dim)
         train(
             parameters, gradients, algorithm,
-            wire_dtype=wire, **exact(algorithm), **HYPER, **SELECTION.get(algorithm, {}),
+            wire_dtype=wire, **exact(algorithm), **HYPER,
         )  # fmt: skip
         local = tuple(parameters["w0"].to_local().shape)
         found = {name: gather(parameter) for name, parameter in parameters.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import WHOLE, gather, relative_error, whole_tensors
+from layouts import WHOLE, exact, gather, relative_error, whole_tensors
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -160,9 +160,11 @@ def train_and_move(
     model = sharded_net(world)
     follower = Follower(model, algorithm)
     cls, _, extra = WHOLE[algorithm]
-    selection = {"selection": "global"} if algorithm.startswith("dion") else {}
+    options = {**EXACT, **exact(algorithm)}
+    if algorithm == "dion":
+        del options["orthogonalizer"]
     optimizer = cls(  # before the first forward, in which FSDP2 looks at its parameters again
-        model.named_parameters(), compile=how, **EXACT, **HYPER, **extra, **selection
+        model.named_parameters(), compile=how, **options, **HYPER, **extra
     )
     errors = []
     for step in range(6):

@@ -27,10 +27,9 @@ CHOSEN = ("fsdp 5 rows on 4", "fsdp on 3", "columns, 5 on 4", "hsdp 2x2", "fsdp 
 @pytest.mark.parametrize("algorithm", list(WHOLE))
 @pytest.mark.parametrize("layout", CHOSEN)
 def test_same_results(pool: Any, layout: str, algorithm: str) -> None:
-    options = {"selection": "global"} if algorithm in ("dion2", "dion3") else {}
     seed = torch.seed() % 2**31
     for wire in ("auto", "dense"):
-        settings = {**options, "wire": wire, "balance": "uniform"}
+        settings = {"wire": wire, "balance": "uniform"}
         errors = pool.run(check, layout, algorithm, seed, settings, world=LAYOUTS[layout][0])
         assert max(errors) < 1e-5, (wire, seed, errors)
 

@@ -52,6 +52,7 @@ class _Dion(MatrixRule):
 
     name: ClassVar[str] = "dion"
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param", "right_factor": "factor"}
+    shared: ClassVar[tuple[str, ...]] = ("right_factor",)
     default_adjust: ClassVar[str] = "spectral_norm"
 
     def parts(self, shape: Sequence[int], reading: Reading) -> tuple[Part, ...]:

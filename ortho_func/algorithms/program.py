@@ -190,6 +190,10 @@ class Inputs:
     hypers: Sequence[Hyper]
     present: Sequence[Tensor] | None
 
+    def has_gradient(self, subject: Subject) -> bool:
+        """Whether there is one here; where `present` says so instead, there always is."""
+        return self.grads[subject.param] is not None
+
 
 def matrix_step(
     program: Program,
@@ -249,7 +253,7 @@ def _run_trip(
             active = [
                 n
                 for n in numbers
-                if given.grads[subjects[route.entries[n].item.param].param] is not None
+                if rule.shared or given.has_gradient(subjects[route.entries[n].item.param])
             ]
             one = _Active(
                 rule,
@@ -341,7 +345,8 @@ class _Active:
         found = []
         for number, subject in enumerate(self.subjects):
             grad = self.given.grads[subject.param]
-            assert grad is not None
+            if grad is None:
+                grad = torch.zeros_like(self.given.params[subject.param])
             found.append(self.view(number, grad))
         return found
 
@@ -373,8 +378,8 @@ class _Active:
                 for entry, subject in zip(self.entries, self.subjects, strict=True)
             ]
         sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
-        if self.given.present is not None:
-            masks = self.masks(self.given.present)
+        masks = self.masks()
+        if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
         self.put_state(sent.state)
@@ -389,31 +394,39 @@ class _Active:
     ) -> None:
         if not self.entries:  # no gradient here: the others' exchange needed this rank, no more
             return
-        present = self.given.present
-        old = self.params()
+        masks, old = self.masks(), self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
             for entry, value in zip(self.entries, step, strict=True):
                 passed.setdefault(entry.item.param, {})[entry.first] = value
-        elif isinstance(step, Descent) and present is None:
+        elif isinstance(step, Descent) and masks is None:
             self.sink.descend(self.spots(), old, step)
         else:
             updates = step.updates(old) if isinstance(step, Descent) else step
-            if present is not None:
-                masks = self.masks(present)
+            if masks is not None:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
 
-    def masks(self, present: Sequence[Tensor]) -> list[Tensor]:
-        return [present[subject.param] for subject in self.subjects]
+    def masks(self) -> list[Tensor] | None:
+        """By entry, whether there is a gradient; None if there is one for all."""
+        given = self.given
+        if given.present is not None:
+            return [given.present[subject.param] for subject in self.subjects]
+        here = [given.has_gradient(subject) for subject in self.subjects]
+        if all(here):
+            return None
+        return [
+            torch.tensor(there, device=given.params[subject.param].device)
+            for there, subject in zip(here, self.subjects, strict=True)
+        ]
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
+        masks = self.masks()
         for name, values in new.items():
             old, kept = self.state(name), values
-            if self.given.present is not None:
-                masks = self.masks(self.given.present)
+            if masks is not None and name not in self.rule.shared:
                 kept = [torch.where(m, v, o) for m, v, o in zip(masks, values, old, strict=True)]
             if self.entries:
                 spots = self.spots(self.rule.state[name])

@@ -84,6 +84,8 @@ class MatrixRule:
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
     sides: ClassVar[tuple[str, ...]] = ()
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
+    # State that is no shard's own: it is written where a gradient is missing too, as elsewhere.
+    shared: ClassVar[tuple[str, ...]] = ()
     carried: ClassVar[str] = ""  # under which name of `state` the leg before's results come
     default_adjust: ClassVar[str | None] = None  # what adjust_lr_fn=None means
 
