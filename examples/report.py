@@ -62,7 +62,8 @@ def write(out: Path, *, settings: dict[str, Any], entropy: float, curves: dict[s
     out.mkdir(parents=True, exist_ok=True)
     content = {"settings": settings, "unigram_entropy": entropy, **curves}
     (out / "curve.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
-    figure = plot(curves, entropy, title=f"{settings['optimizer']}, lr {settings['lr']:g}")
+    losses = {name: curves[name] for name in ("training", "validation")}
+    figure = plot(losses, entropy, title=f"{settings['optimizer']}, lr {settings['lr']:g}")
     figure.savefig(out / "loss.png", dpi=120)
     plt.close(figure)
 

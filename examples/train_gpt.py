@@ -29,9 +29,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-# Learning rates of the hidden matrices: the best of the sweep in examples/README.md.
-LEARNING_RATES = {"normuon": 0.02, "muon": 0.02, "dion2": 0.02, "adamw": 0.001}
-
+# Learning rates of the hidden matrices. The best of the sweeps in examples/README.md (normuon,
+# adamw) and docs/choosing.md (the others, on a smaller model).
+LEARNING_RATES = {
+    "normuon": 0.02,
+    "muon": 0.02,
+    "dion2": 0.02,
+    "dion3": 0.02,
+    "dion": 0.02,
+    "adamw": 0.001,
+}
 
 PROMPT = "The statement "  # of the sampled line
 
@@ -108,9 +115,10 @@ def build_optimizer(args: argparse.Namespace, model: TinyGPT) -> torch.optim.Opt
         groups = [{"params": hidden}, {"params": rest, **adamw}]
         return torch.optim.AdamW(groups, betas=(0.9, 0.95), **settings)
 
-    from ortho_func import Dion2, Muon, NorMuon
+    from ortho_func import Dion, Dion2, Dion3, Muon, NorMuon
 
-    optimizer = {"normuon": NorMuon, "muon": Muon, "dion2": Dion2}[args.optimizer]
+    kinds = {"normuon": NorMuon, "muon": Muon, "dion2": Dion2, "dion3": Dion3, "dion": Dion}
+    optimizer = kinds[args.optimizer]
     groups = [{"params": hidden}, {"params": rest, "algorithm": "adamw", **adamw}]
     return optimizer(groups, momentum=0.95, compile=not args.no_compile, **settings)
 
@@ -126,10 +134,14 @@ def build_schedule(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 @dataclass
 class History:
-    """What the plot shows: pairs of a step and a loss in nats per byte."""
+    """What the plot shows: pairs of a step and a loss in nats per byte.
+
+    `seconds` are pairs of a step and this rank's processor time in all training steps so far.
+    """
 
     training: list[tuple[int, float]] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -237,11 +249,13 @@ def train(trainer: Trainer, args: argparse.Namespace, mesh: DeviceMesh, bar: rep
     text, held_out = english.load()
     windows = english.windows(held_out, time=args.time)
     interrupt, deadline = Interrupt(), time.monotonic() + args.time_budget
-    stop = 0.0
+    stop, spent = 0.0, trainer.history.seconds[-1][1] if trainer.history.seconds else 0.0
     while trainer.step < args.steps and not stop:
         seed = args.seed << 32 | trainer.step
         batch = english.random_windows(text, size=args.batch, time=args.time, seed=seed)
+        began = time.process_time()
         loss = train_step(trainer, own_rows(batch, mesh))
+        spent += time.process_time() - began
 
         last = trainer.step == args.steps
         if last or trainer.step % args.log_every == 0:
@@ -252,6 +266,7 @@ def train(trainer: Trainer, args: argparse.Namespace, mesh: DeviceMesh, bar: rep
         if last or trainer.step % args.validate_every == 0:
             mean = validate(trainer.model, windows, args.batch, mesh)
             trainer.history.validation.append((trainer.step, mean))
+            trainer.history.seconds.append((trainer.step, spent))
             bar.validation(trainer.step, mean)
         if last or stop or trainer.step % args.save_every == 0:
             save(trainer, args.out)
