@@ -190,10 +190,6 @@ class Inputs:
     hypers: Sequence[Hyper]
     present: Sequence[Tensor] | None
 
-    def has_gradient(self, subject: Subject) -> bool:
-        """Whether there is one here; where `present` says so instead, there always is."""
-        return self.grads[subject.param] is not None
-
 
 def matrix_step(
     program: Program,
@@ -250,19 +246,18 @@ def _run_trip(
         sides: list[list[Tensor]] = [[] for _ in route.entries]
         for group, numbers in _by_group(route.entries).items():
             rule, hyper = trip.leg.rules[group], given.hypers[trip.leg.hyper_of[group]]
-            active = [
-                n
-                for n in numbers
-                if rule.shared or given.has_gradient(subjects[route.entries[n].item.param])
-            ]
+            about = {n: subjects[route.entries[n].item.param] for n in numbers}
+            here = {n: given.grads[subject.param] is not None for n, subject in about.items()}
+            active = [n for n in numbers if rule.shared or here[n]]
             one = _Active(
                 rule,
                 hyper,
                 [route.entries[n] for n in active],
                 [frames[n] for n in active],
-                [subjects[route.entries[n].item.param] for n in active],
+                [about[n] for n in active],
                 given,
                 sink,
+                _masks(given, [about[n] for n in active], [here[n] for n in active]),
             )
             sent = one.emit(carried)
             emissions[route.number].append(_GroupEmission(active, one, sent))
@@ -310,6 +305,18 @@ def _by_group(entries: Sequence[Entry]) -> dict[int, list[int]]:
     return groups
 
 
+def _masks(given: Inputs, subjects: Sequence[Subject], here: Sequence[bool]) -> list[Tensor] | None:
+    """By entry, whether there is a gradient, as 0-d tensors; None if there is one for all."""
+    if given.present is not None:
+        return [given.present[subject.param] for subject in subjects]
+    if all(here):
+        return None
+    return [
+        torch.tensor(there, device=given.params[subject.param].device)
+        for there, subject in zip(here, subjects, strict=True)
+    ]
+
+
 def _slice(tensor: Tensor, entry: Entry) -> Tensor:
     """Of a stack, the matrices that are in an entry."""
     if entry.item.whole or tensor.shape[0] == entry.last - entry.first:
@@ -328,6 +335,7 @@ class _Active:
     subjects: list[Subject]
     given: Inputs
     sink: Sink
+    masks: list[Tensor] | None  # by entry, whether there is a gradient; None: for all
 
     def view(self, number: int, tensor: Tensor, kind: str = "param") -> Tensor:
         """What of its parameter, or of a tensor like it, an entry is about."""
@@ -378,7 +386,7 @@ class _Active:
                 for entry, subject in zip(self.entries, self.subjects, strict=True)
             ]
         sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
-        masks = self.masks()
+        masks = self.masks
         if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
@@ -394,7 +402,7 @@ class _Active:
     ) -> None:
         if not self.entries:  # no gradient here: the others' exchange needed this rank, no more
             return
-        masks, old = self.masks(), self.params()
+        masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
@@ -409,21 +417,8 @@ class _Active:
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
 
-    def masks(self) -> list[Tensor] | None:
-        """By entry, whether there is a gradient; None if there is one for all."""
-        given = self.given
-        if given.present is not None:
-            return [given.present[subject.param] for subject in self.subjects]
-        here = [given.has_gradient(subject) for subject in self.subjects]
-        if all(here):
-            return None
-        return [
-            torch.tensor(there, device=given.params[subject.param].device)
-            for there, subject in zip(here, self.subjects, strict=True)
-        ]
-
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
-        masks = self.masks()
+        masks = self.masks
         for name, values in new.items():
             old, kept = self.state(name), values
             if masks is not None and name not in self.rule.shared:
