@@ -218,13 +218,15 @@ def _sums(
 def _left(b_sRC: Tensor, q: Tensor, frame: Frame) -> Tensor:
     """BQ of each block's rows, [s, R, r]."""
     held = _held(frame)
+    if not held.count:  # then the entry has no matrices, though the factors here have
+        return b_sRC.new_zeros(b_sRC.shape[0], 0, held.part.rank)
     q_sCkr = q.reshape(b_sRC.shape[0], held.cols, held.part.blocks, held.part.rank)
     parts = [
         rows @ q_sCkr[:, :, block].to(rows.dtype)
         for block, rows in enumerate(b_sRC.split(held.rows, dim=1))
         if held.rows[block]
     ]
-    return _joined(parts) if parts else b_sRC.new_zeros(b_sRC.shape[0], 0, held.part.rank)
+    return _joined(parts)
 
 
 def _right(b_sRC: Tensor, p_sRr: Tensor, frame: Frame) -> Tensor:

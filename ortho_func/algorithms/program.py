@@ -167,7 +167,7 @@ def _frame(
 
 
 def _block_numbers(route: Route, entry: Entry) -> list[int]:
-    """Which row blocks of its parameter an entry's shard has a piece of."""
+    """Which row blocks of its parameter an entry's shard has a piece of, be it empty."""
     rank = route.rank
     members: list[Matrix] = [
         matrix
@@ -176,7 +176,10 @@ def _block_numbers(route: Route, entry: Entry) -> list[int]:
         if matrix.param == entry.item.param
     ]
     return sorted({
-        m.geometry.block for m in members for piece in m.geometry.pieces if piece.rank == rank
+        member.geometry.block
+        for member in members
+        for piece in (*member.geometry.pieces, *member.geometry.edges)
+        if piece.rank == rank
     })  # fmt: skip
 
 
