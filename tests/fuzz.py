@@ -298,7 +298,7 @@ def misses(case: Case, weight: Weight, step: int, held: Tensor) -> bool:
 
 
 def optimizer_for(
-    case: Case, placed: Mapping[str, Tensor], process_group: Any
+    case: Case, placed: Mapping[str, Tensor], process_group: Any, **options: Any
 ) -> torch.optim.Optimizer:
     """The optimizer of a case over parameters, by name."""
     groups = []
@@ -307,7 +307,7 @@ def optimizer_for(
         if there:
             hyper = {"orthogonalizer": "svd", "selection": "global", **group.hyper, **group.own}
             groups.append({"params": there, "algorithm": group.algorithm, **hyper})
-    return ortho_func.Muon(groups, process_group=process_group, **case.options)
+    return ortho_func.Muon(groups, process_group=process_group, **{**case.options, **options})
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -436,7 +436,7 @@ def _by_the_library(case: Case) -> dict[str, Right]:
     params = {w.name: nn.Parameter(start[w.name], not w.frozen) for w in narrow}
     if not params:
         return {}
-    optimizer = optimizer_for(case, params, None)
+    optimizer = optimizer_for(case, params, None, compile=False)
     for step in range(STEPS):
         whole = case.values(step + 1)
         for w in narrow:

@@ -145,10 +145,13 @@ class _SecondTrip(_Dion):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """W with columns of norm 1, and their norms; columns of rounding become zero."""
         w = widen(x)
+        largest = w.abs().amax(dim=(-2, -1), keepdim=True)  # squares would leave fp32's range
+        w = w / torch.where(largest == 0, 1, largest)
         norms = torch.linalg.vector_norm(w, dim=-2)
         real = norms > RELATIVE_TINY * norms.amax(dim=-1, keepdim=True)
         unit = torch.where(real, 1 / torch.where(real, norms, 1), 0)
-        return w * unit.unsqueeze(-2), (torch.where(real, norms, 0),)
+        lengths = torch.where(real, norms * largest.squeeze(-2), 0)
+        return w * unit.unsqueeze(-2), (lengths,)
 
     def absorb(
         self,

@@ -157,7 +157,7 @@ def _frame(
     blocks = spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1])
     whole_cols = spec.reading.dims(spec.layout.shape)[2]
     scales = [rule.scale(count, whole_cols) for _, count in blocks]
-    if len(set(scales)) == 1:
+    if len(set(scales)) == 1 or not entry.blocks:
         return Frame(shape, entry.shape, entry.blocks, entry.kinds, scales[0])
     numbers = _block_numbers(route, entry)
     counts = torch.tensor(entry.blocks, dtype=torch.int64)
