@@ -270,7 +270,13 @@ def _run_trip(
                 entry = route.entries[n]
                 like = given.params[subjects[entry.item.param].param]
                 shards[n] = like.new_zeros(entry.shape)
-                sides[n] = [torch.zeros(shape, device=like.device) for shape in entry.sides]
+                held = given.state[subjects[entry.item.param].param]
+                sides[n] = [
+                    _slice(held[rule.told[number]], entry).reshape(shape)
+                    if number in rule.told
+                    else torch.zeros(shape, device=like.device)
+                    for number, shape in enumerate(entry.sides)
+                ]
         complete = [shard for shard in shards if shard is not None]
         if away is not None:
             complete = [shard.to(away) for shard in complete]

@@ -83,6 +83,8 @@ class MatrixRule:
     name: ClassVar[str]
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
     sides: ClassVar[tuple[str, ...]] = ()
+    # By side, the state that travels in it: where a gradient is missing too, as columns share it.
+    told: ClassVar[Mapping[int, str]] = {}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
     # State that is no shard's own: it is written where a gradient is missing too, as elsewhere.
     shared: ClassVar[tuple[str, ...]] = ()
