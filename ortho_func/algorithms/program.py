@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.legs import Leg, Subject
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
+from ortho_func.algorithms.nonfinite import finite_or_nan, skipped_rows, without
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
 from ortho_func.factors import held
 from ortho_func.pipeline import run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
@@ -286,8 +287,10 @@ def _run_trip(
     def whole(
         batch: Batch, x: Tensor, sides: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        hyper = given.hypers[trip.leg.hyper_of[batch.group]]
-        return trip.leg.rules[batch.group].whole(x, sides, hyper)
+        rule, hyper = trip.leg.rules[batch.group], given.hypers[trip.leg.hyper_of[batch.group]]
+        if rule.nonfinite == "skip":
+            return finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
+        return rule.whole(x, sides, hyper)
 
     def absorb(route: Route, results: list[Tensor], sides: list[list[Tensor]]) -> None:
         if away is not None:
@@ -399,7 +402,8 @@ class _Active:
         if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
-        self.put_state(sent.state)
+        if self.rule.nonfinite == "propagate":  # else once it is known what is skipped
+            self.put_state(sent.state)
         return sent
 
     def absorb(
@@ -413,6 +417,8 @@ class _Active:
             return
         masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
+        if self.rule.nonfinite == "skip" and self.rule.then is None:
+            step, new = self.finite(step, {**sent.state, **new}, old, results)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
             for entry, value in zip(self.entries, step, strict=True):
@@ -425,6 +431,23 @@ class _Active:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
+
+    def finite(
+        self,
+        step: Step,
+        new: dict[str, list[Tensor]],
+        params: list[Tensor],
+        results: list[Tensor],
+    ) -> tuple[Step, dict[str, list[Tensor]]]:
+        """The step and the state without what came home as NaN."""
+        skipped = [
+            skipped_rows(result, frame.shape, frame.held is not None)
+            for result, frame in zip(results, self.frames, strict=True)
+        ]
+        updates = step.updates(params) if isinstance(step, Descent) else step
+        nothing = [torch.zeros_like(update) for update in updates]
+        state = {name: without(skipped, values, self.state(name)) for name, values in new.items()}
+        return without(skipped, updates, nothing), state
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks

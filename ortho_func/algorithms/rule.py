@@ -79,6 +79,7 @@ class MatrixRule:
     adjust_lr_fn: str | None = None
     cautious: bool = False
     orthogonalizer: Any = field(default_factory=lambda: get_orthogonalizer("auto"))
+    nonfinite: str = field(default="propagate", kw_only=True)
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}

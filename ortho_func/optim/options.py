@@ -57,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": None,
     "eps": 1e-7,
     "cautious": False,
+    "nonfinite": "propagate",
     "betas": (0.9, 0.95),
     "adam_eps": 1e-8,
     "flatten": None,
@@ -177,6 +178,8 @@ def _check_matrix_options(group: Mapping[str, Any]) -> None:
         if group[name] not in _DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ValueError(f"{name} must be one of {allowed}, got {group[name]!r}.")
+    if group.get("nonfinite", "propagate") not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {group['nonfinite']!r}.")
     if group["algorithm"] in ("dion2", "dion3") and group["selection"] not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {group['selection']!r}.")
     get_orthogonalizer(
@@ -230,7 +233,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a group is built into the step: a change means building it again."""
     names = (
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
-        "wire_dtype", "compute_dtype", "flatten", "split_sizes", "num_heads", "fraction",
+        "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads", "fraction",
         "selection", "rank_fraction", "betas", "adam_eps",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
