@@ -84,6 +84,8 @@ def parts_of(shape: Sequence[int], reading: Reading, fraction: float) -> tuple[P
         [(1, 0, 8, 4, 0), (2, 8, 4, 1, 4)]
     """
     _, rows, cols = reading.dims(shape)
+    if rows * cols == 0:
+        return ()
     found, row, column = [], 0, 0
     for size, run in groupby(count for _, count in reading.blocks(rows)):
         blocks = len(list(run))

@@ -42,6 +42,7 @@ __all__ = [
     "StackBox",
     "Sums",
     "aligned",
+    "check_process_group",
     "domain_group",
     "group_over",
     "layout_of",
@@ -284,6 +285,8 @@ def matrices(layout: Layout, reading: Reading) -> tuple[MatrixGeometry, ...]:
     is flattening it.
     """
     stacks, rows, cols = reading.dims(layout.shape)
+    if rows * cols == 0:
+        return ()
     boxes = [stack_box(layout.shape, box, reading) for box in layout.boxes]
     holders = _holders(boxes, stacks)
     found = []
@@ -515,6 +518,19 @@ def replica_groups(tensor: Tensor, process_group: ProcessGroup | None) -> list[A
     ]
 
 
+def check_process_group(process_group: Any) -> None:
+    """Raise `TypeError` for what is no process group."""
+    if process_group is None or (
+        HAS_DISTRIBUTED and isinstance(process_group, dist.ProcessGroup)
+    ):
+        return
+    kind = type(process_group).__name__
+    raise TypeError(
+        f"process_group must be a torch.distributed.ProcessGroup, got {kind}. Of a mesh, give "
+        "mesh.get_group()."
+    )
+
+
 def placed(tensor: Tensor) -> str:
     """In words, how a parameter is placed, and on what its matrices are worked on."""
     device = work_device(tensor).type
@@ -666,7 +682,9 @@ def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient with the parameter's placements (a Partial one is reduced first)."""
+    """The gradient with the parameter's placements (a Partial one is reduced first), dense."""
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
     if not (HAS_DISTRIBUTED and isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return gradient
     if gradient.placements == parameter.placements:

@@ -358,7 +358,8 @@ class _Router:
         held = [(n, m, p) for n, m in found if (p := self._piece(m, self.me)) is not None]
         stacks = sorted({m.geometry.stack for _, m, _ in held})
         blocks = [(n, p) for n, m, p in held if m.geometry.stack == stacks[0]]
-        first = self._stack_index(item.param, stacks[0]) if stacks else 0
+        # Without any here, still after those of the items before: results are joined by it.
+        first = self._stack_index(item.param, stacks[0]) if stacks else item.first
         shape = (len(stacks), sum(p.rows for _, p in blocks), blocks[0][1].cols if blocks else 0)
         group = self.plan.params[item.param].group
         count = len(self.plan.groups[group].sides)

@@ -81,7 +81,7 @@ SIBLINGS = {
     "algorithms.dion3": {"dion2"},
     "algorithms.elementwise": {"adamw", "lion"},
     "algorithms.pointwise": {"adamw", "lion"},
-    "algorithms.program": {"legs"},
+    "algorithms.program": {"legs", "nonfinite"},
     "algorithms.local": {"legs"},
     "algorithms.distributed": {"legs", "program"},
     "algorithms.matrixwise": {"distributed", "local", "program"},

@@ -72,7 +72,11 @@ class DionRule(_Dion):
     def then(self) -> MatrixRule:
         """The second trip."""
         return _SecondTrip(
-            self.adjust_lr_fn, self.cautious, self.orthogonalizer, self.rank_fraction
+            self.adjust_lr_fn,
+            self.cautious,
+            self.orthogonalizer,
+            self.rank_fraction,
+            nonfinite=self.nonfinite,
         )
 
     def cost(self, share: float = 1.0) -> FactorCost:
@@ -145,10 +149,13 @@ class _SecondTrip(_Dion):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """W with columns of norm 1, and their norms; columns of rounding become zero."""
         w = widen(x)
+        largest = w.abs().amax(dim=(-2, -1), keepdim=True)  # squares would leave fp32's range
+        w = w / torch.where(largest == 0, 1, largest)
         norms = torch.linalg.vector_norm(w, dim=-2)
         real = norms > RELATIVE_TINY * norms.amax(dim=-1, keepdim=True)
         unit = torch.where(real, 1 / torch.where(real, norms, 1), 0)
-        return w * unit.unsqueeze(-2), (torch.where(real, norms, 0),)
+        lengths = torch.where(real, norms * largest.squeeze(-2), 0)
+        return w * unit.unsqueeze(-2), (lengths,)
 
     def absorb(
         self,
@@ -218,13 +225,15 @@ def _sums(
 def _left(b_sRC: Tensor, q: Tensor, frame: Frame) -> Tensor:
     """BQ of each block's rows, [s, R, r]."""
     held = _held(frame)
+    if not held.count:  # then the entry has no matrices, though the factors here have
+        return b_sRC.new_zeros(b_sRC.shape[0], 0, held.part.rank)
     q_sCkr = q.reshape(b_sRC.shape[0], held.cols, held.part.blocks, held.part.rank)
     parts = [
         rows @ q_sCkr[:, :, block].to(rows.dtype)
         for block, rows in enumerate(b_sRC.split(held.rows, dim=1))
         if held.rows[block]
     ]
-    return _joined(parts) if parts else b_sRC.new_zeros(b_sRC.shape[0], 0, held.part.rank)
+    return _joined(parts)
 
 
 def _right(b_sRC: Tensor, p_sRr: Tensor, frame: Frame) -> Tensor:

@@ -14,7 +14,7 @@ NorDion2, alias Dion3, in https://github.com/microsoft/dion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class Dion3Rule(Dion2Rule):
     name: ClassVar[str] = "dion3"
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param", "row_variance": "row"}
     sides: ClassVar[tuple[str, ...]] = ("row", "row")  # V; which rows were selected
+    told: ClassVar[Mapping[int, str]] = {0: "row_variance"}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
 
     def for_cut(self, cut: str | None) -> Dion3Rule:
@@ -102,6 +103,7 @@ class LocalDion3Rule(Dion3Rule):
     """Dion3 with each shard selecting rows of its own; their V travels with them."""
 
     sides: ClassVar[tuple[str, ...]] = ("row",)
+    told: ClassVar[Mapping[int, str]] = {}  # rows are cut: V is the shard's own
 
     def travel(self, **common: Any) -> Travel:
         """Only the selected rows travel."""

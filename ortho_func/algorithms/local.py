@@ -61,13 +61,10 @@ def local_step(
         passed = list(updates)
         written |= {**sent.state, **absorbed}
         trip = trip.then
-    moved = _by_param(updates, subjects, frames)
-    new = {
-        name: _by_param(written[name], subjects, frames, kind)
-        if name in written
-        else [one[name] for one in state]
-        for name, kind in rule.state.items()
-    }
+    moved = _by_param(updates, subjects, frames, [torch.zeros_like(x) for x in params])
+    new = {name: [one[name] for one in state] for name in rule.state}
+    for name, values in written.items():
+        new[name] = _by_param(values, subjects, frames, new[name], rule.state[name])
     return moved, [{name: new[name][n] for name in rule.state} for n in range(len(params))]
 
 
@@ -98,20 +95,21 @@ def _by_param(
     values: Sequence[Tensor],
     subjects: Sequence[Subject],
     frames: Sequence[Frame],
+    without: Sequence[Tensor],
     kind: str = "param",
 ) -> list[Tensor]:
-    """The values of each parameter's parts, joined."""
+    """The values of each parameter's parts, joined; `without` has those of one without parts."""
     parts: dict[int, list[int]] = defaultdict(list)
     for number, subject in enumerate(subjects):
         parts[subject.param].append(number)
-    found = []
-    for numbers in parts.values():
+    found = list(without)
+    for param, numbers in parts.items():
         held = frames[numbers[0]].held
         if held is None or len(numbers) == 1:
-            found.append(values[numbers[0]])
+            found[param] = values[numbers[0]]
         else:
             dim = -1 if kind == "factor" else held.row_dim
-            found.append(torch.cat([values[n] for n in numbers], dim=dim))
+            found[param] = torch.cat([values[n] for n in numbers], dim=dim)
     return found
 
 

@@ -11,7 +11,7 @@ Source: arXiv 2510.05491, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,6 +33,7 @@ class NorMuonRule(MuonRule):
     name: ClassVar[str] = "normuon"
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param", "row_variance": "row"}
     sides: ClassVar[tuple[str, ...]] = ("row",)
+    told: ClassVar[Mapping[int, str]] = {0: "row_variance"}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
 
     def emit(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.legs import Leg, Subject
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
+from ortho_func.algorithms.nonfinite import finite_or_nan, skipped_rows, without
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
 from ortho_func.factors import held
 from ortho_func.pipeline import run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
@@ -157,7 +158,7 @@ def _frame(
     blocks = spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1])
     whole_cols = spec.reading.dims(spec.layout.shape)[2]
     scales = [rule.scale(count, whole_cols) for _, count in blocks]
-    if len(set(scales)) == 1:
+    if len(set(scales)) == 1 or not entry.blocks:
         return Frame(shape, entry.shape, entry.blocks, entry.kinds, scales[0])
     numbers = _block_numbers(route, entry)
     counts = torch.tensor(entry.blocks, dtype=torch.int64)
@@ -167,7 +168,7 @@ def _frame(
 
 
 def _block_numbers(route: Route, entry: Entry) -> list[int]:
-    """Which row blocks of its parameter an entry's shard has a piece of."""
+    """Which row blocks of its parameter an entry's shard has a piece of, be it empty."""
     rank = route.rank
     members: list[Matrix] = [
         matrix
@@ -176,7 +177,10 @@ def _block_numbers(route: Route, entry: Entry) -> list[int]:
         if matrix.param == entry.item.param
     ]
     return sorted({
-        m.geometry.block for m in members for piece in m.geometry.pieces if piece.rank == rank
+        member.geometry.block
+        for member in members
+        for piece in (*member.geometry.pieces, *member.geometry.edges)
+        if piece.rank == rank
     })  # fmt: skip
 
 
@@ -267,7 +271,13 @@ def _run_trip(
                 entry = route.entries[n]
                 like = given.params[subjects[entry.item.param].param]
                 shards[n] = like.new_zeros(entry.shape)
-                sides[n] = [torch.zeros(shape, device=like.device) for shape in entry.sides]
+                held = given.state[subjects[entry.item.param].param]
+                sides[n] = [
+                    _slice(held[rule.told[number]], entry).reshape(shape)
+                    if number in rule.told
+                    else torch.zeros(shape, device=like.device)
+                    for number, shape in enumerate(entry.sides)
+                ]
         complete = [shard for shard in shards if shard is not None]
         if away is not None:
             complete = [shard.to(away) for shard in complete]
@@ -277,8 +287,10 @@ def _run_trip(
     def whole(
         batch: Batch, x: Tensor, sides: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        hyper = given.hypers[trip.leg.hyper_of[batch.group]]
-        return trip.leg.rules[batch.group].whole(x, sides, hyper)
+        rule, hyper = trip.leg.rules[batch.group], given.hypers[trip.leg.hyper_of[batch.group]]
+        if rule.nonfinite == "skip":
+            return finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
+        return rule.whole(x, sides, hyper)
 
     def absorb(route: Route, results: list[Tensor], sides: list[list[Tensor]]) -> None:
         if away is not None:
@@ -390,7 +402,8 @@ class _Active:
         if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
-        self.put_state(sent.state)
+        if self.rule.nonfinite == "propagate":  # else once it is known what is skipped
+            self.put_state(sent.state)
         return sent
 
     def absorb(
@@ -404,6 +417,8 @@ class _Active:
             return
         masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
+        if self.rule.nonfinite == "skip" and self.rule.then is None:
+            step, new = self.finite(step, {**sent.state, **new}, old, results)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
             for entry, value in zip(self.entries, step, strict=True):
@@ -416,6 +431,23 @@ class _Active:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
+
+    def finite(
+        self,
+        step: Step,
+        new: dict[str, list[Tensor]],
+        params: list[Tensor],
+        results: list[Tensor],
+    ) -> tuple[Step, dict[str, list[Tensor]]]:
+        """The step and the state without what came home as NaN."""
+        skipped = [
+            skipped_rows(result, frame.shape, frame.held is not None)
+            for result, frame in zip(results, self.frames, strict=True)
+        ]
+        updates = step.updates(params) if isinstance(step, Descent) else step
+        nothing = [torch.zeros_like(update) for update in updates]
+        state = {name: without(skipped, values, self.state(name)) for name, values in new.items()}
+        return without(skipped, updates, nothing), state
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks

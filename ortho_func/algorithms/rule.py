@@ -79,10 +79,13 @@ class MatrixRule:
     adjust_lr_fn: str | None = None
     cautious: bool = False
     orthogonalizer: Any = field(default_factory=lambda: get_orthogonalizer("auto"))
+    nonfinite: str = field(default="propagate", kw_only=True)
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
     sides: ClassVar[tuple[str, ...]] = ()
+    # By side, the state that travels in it: where a gradient is missing too, as columns share it.
+    told: ClassVar[Mapping[int, str]] = {}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
     # State that is no shard's own: it is written where a gradient is missing too, as elsewhere.
     shared: ClassVar[tuple[str, ...]] = ()

@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
     ns_steps: int | None
     eps: float
     cautious: bool
+    nonfinite: str
     flatten: bool | None
     split_sizes: Sequence[int] | None
     num_heads: int | None
@@ -59,6 +60,10 @@ class Muon(OrthogonalOptimizer):
         eps: as in ``torch.optim.Muon``; the orthogonalizers scale by the matrix's own norm and
             need none, NorMuon adds it to √V.
         cautious: decay only where update and parameter agree in sign.
+        nonfinite: what becomes of a matrix in whose gradient or momentum something is not finite:
+            "propagate", it becomes NaN, as in torch; "skip", the step leaves it and its state as
+            they were, on all ranks alike and without another collective. (Other parameters, under
+            AdamW or Lion, propagate.)
         flatten: what a parameter of three or more dims is: False, a stack of matrices over its
             leading dims (experts); True, one matrix of dim 0 by all others (a convolution).
         split_sizes: rows that are matrices of their own, as in a fused QKV.
@@ -105,6 +110,7 @@ class Muon(OrthogonalOptimizer):
         ns_steps: int | None = None,
         eps: float = 1e-7,
         cautious: bool = False,
+        nonfinite: str = "propagate",
         flatten: bool | None = None,
         split_sizes: Sequence[int] | None = None,
         num_heads: int | None = None,
@@ -129,6 +135,7 @@ class Muon(OrthogonalOptimizer):
             ns_steps=ns_steps,
             eps=eps,
             cautious=cautious,
+            nonfinite=nonfinite,
             flatten=flatten,
             split_sizes=split_sizes,
             num_heads=num_heads,

@@ -24,6 +24,7 @@ __all__ = [
     "ALGORITHMS",
     "DEFAULTS",
     "check_group",
+    "check_settings",
     "reading_of",
     "rule_of",
     "static_key",
@@ -56,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": None,
     "eps": 1e-7,
     "cautious": False,
+    "nonfinite": "propagate",
     "betas": (0.9, 0.95),
     "adam_eps": 1e-8,
     "flatten": None,
@@ -81,6 +83,20 @@ _FLAGS = ("nesterov", "cautious")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for what is wrong with the options that all groups share."""
+    if not isinstance(settings["reduce_gradients"], bool):
+        asked = settings["reduce_gradients"]
+        raise TypeError(f"reduce_gradients must be True or False, got {asked!r}.")
+    if not isinstance(settings["compile"], (bool, dict)):
+        raise TypeError(
+            "compile must be True, False or a dict of options of torch.compile, got "
+            f"{settings['compile']!r}."
+        )
+    if settings["bucket_bytes"] is not None:
+        _check_count("bucket_bytes", settings["bucket_bytes"])
+
+
 def check_group(group: Mapping[str, Any], names: list[str]) -> None:
     """Raise `ValueError` or `TypeError` for what a group says wrongly, naming the parameter."""
     algorithm = group["algorithm"]
@@ -98,8 +114,14 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
         _check_number("betas", beta, _RANGES["beta2"])
     if algorithm in MATRIX_ALGORITHMS:
         _check_matrix_options(group)
+    seen: dict[int, str] = {}
     for name, parameter in zip(names, group["params"], strict=True):
         _check_parameter(name, parameter)
+        if id(parameter) in seen:
+            raise ValueError(
+                f"{name} is the same parameter as {seen[id(parameter)]}: list it once."
+            )
+        seen[id(parameter)] = name
 
 
 def _check_number(name: str, value: Any, bounds: tuple[float, bool, float, bool]) -> None:
@@ -108,6 +130,8 @@ def _check_number(name: str, value: Any, bounds: tuple[float, bool, float, bool]
             raise TypeError(f"{name} is static and must be a number, got a tensor.")
         if value.numel() != 1:
             raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}.")
+        if value.dtype == torch.bool or value.dtype.is_complex:
+            raise TypeError(f"{name} as a tensor must be real, got {value.dtype}.")
         return
     number = value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -125,12 +149,37 @@ def _check_number(name: str, value: Any, bounds: tuple[float, bool, float, bool]
         raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value}.")
 
 
+def _check_count(name: str, value: Any) -> None:
+    """A whole number, as such: True and 2.0 are none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+
+
+def _check_reading(group: Mapping[str, Any]) -> None:
+    if group["flatten"] is not None and not isinstance(group["flatten"], bool):
+        raise TypeError(f"flatten must be True, False or None, got {group['flatten']!r}.")
+    if group["num_heads"] is not None:
+        _check_count("num_heads", group["num_heads"])
+    sizes = group["split_sizes"]
+    if sizes is None:
+        return
+    if not isinstance(sizes, (tuple, list)):
+        raise TypeError(f"split_sizes must be a tuple of whole numbers, got {sizes!r}.")
+    for size in sizes:
+        _check_count("each of split_sizes", size)
+
+
 def _check_matrix_options(group: Mapping[str, Any]) -> None:
+    _check_reading(group)
+    if group["ns_steps"] is not None:
+        _check_count("ns_steps", group["ns_steps"])
     lr_scale(1, 1, group["adjust_lr_fn"])
     for name in ("wire_dtype", "compute_dtype"):
         if group[name] not in _DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ValueError(f"{name} must be one of {allowed}, got {group[name]!r}.")
+    if group.get("nonfinite", "propagate") not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {group['nonfinite']!r}.")
     if group["algorithm"] in ("dion2", "dion3") and group["selection"] not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {group['selection']!r}.")
     get_orthogonalizer(
@@ -184,7 +233,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a group is built into the step: a change means building it again."""
     names = (
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
-        "wire_dtype", "compute_dtype", "flatten", "split_sizes", "num_heads", "fraction",
+        "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads", "fraction",
         "selection", "rank_fraction", "betas", "adam_eps",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)

@@ -19,6 +19,7 @@ from ortho_func.algorithms.matrixwise import first_state
 from ortho_func.algorithms.program import Program, Spot, bind, matrix_step, one_device
 from ortho_func.geometry import (
     aligned,
+    check_process_group,
     group_over,
     layout_of,
     local,
@@ -33,6 +34,7 @@ from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
     check_group,
+    check_settings,
     element_rule_of,
     reading_of,
     rule_of,
@@ -123,6 +125,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             "reduce_gradients": reduce_gradients,
             "compile": compile,
         }
+        check_process_group(process_group)
         self._process_group = process_group
         self._built: _Built | None = None
         self._ready = False
@@ -179,9 +182,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _draft(self) -> _Draft:
         """Check the groups and plan the step; no communication."""
-        if not isinstance(self._settings["reduce_gradients"], bool):
-            asked = self._settings["reduce_gradients"]
-            raise TypeError(f"reduce_gradients must be True or False, got {asked!r}.")
+        check_settings(self._settings)
         for number, group in enumerate(self.param_groups):
             check_group(group, self._names(number))
         specs: list[ParamSpec] = []
@@ -330,8 +331,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         return loss
 
     def _hypers(self) -> list[dict[str, Any]]:
+        """By group, what may change from step to step: numbers or 0-d tensors."""
         return [
-            {name: group[name] for name in _SCALARS if name in group} for group in self.param_groups
+            {name: _scalar(group[name]) for name in _SCALARS if name in group}
+            for group in self.param_groups
         ]
 
     def _local_state(self, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -425,6 +428,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; state keeps the dtype and the storage that it has here."""
+        self._check_state(state_dict)
         before = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
         kept = [dict(group) for group in self.param_groups]
         filled = dict(state_dict)
@@ -438,6 +442,27 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         self._restore_state(before, state_dict)
         if self._built is None or self._built.key != self._key():
             self._build()
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """State that lacks something would leave it as it is here: an error instead."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            return  # torch's own error says so
+        for number, group in enumerate(groups):
+            params = self.param_groups[number]["params"]
+            for index, name, p in zip(group["params"], self._names(number), params, strict=False):
+                raw = state_dict["state"].get(index, {})
+                for key, mine in self.state[p].items():
+                    if not isinstance(mine, Tensor):
+                        continue
+                    shape = tuple(torch.as_tensor(raw[key]).shape) if key in raw else None
+                    if shape != tuple(mine.shape):
+                        found = "nothing" if shape is None else f"one of shape {shape}"
+                        raise ValueError(
+                            f"the state to load has no {key} of shape {tuple(mine.shape)} for "
+                            f"{name}, but {found}: it is of another model, algorithm or version. "
+                            "Load it with the optimizer that saved it."
+                        )
 
     def _restore_scalars(self, kept: list[dict[str, Any]]) -> None:
         """A hyperparameter that is a tensor here stays that tensor, with the loaded value."""
@@ -495,6 +520,10 @@ def _gradient(parameter: Tensor) -> Tensor:
     return local(aligned(gradient, parameter))
 
 
+def _scalar(value: Any) -> Any:
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
 def _scalar_tensor(hypers: list[dict[str, Any]], device: torch.device) -> Tensor:
     """All hyperparameters that may change, as one tensor."""
     values = [value for hyper in hypers for value in hyper.values()]
@@ -549,6 +578,8 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             present=present, meanwhile=elementwise,
         )  # fmt: skip
 
+    # Code of its own: torch counts recompilations by code object, over all optimizers otherwise.
+    whole_step.__code__ = whole_step.__code__.replace()
     return torch.compile(whole_step, fullgraph=True, dynamic=False, **_compiler_options(how))
 
 

@@ -43,7 +43,7 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: str | None = None) -> float:
     if adjust_lr_fn not in ADJUST_LR:
         names = ", ".join(repr(name) for name in ADJUST_LR)
         raise ValueError(f"adjust_lr_fn must be one of {names}, got {adjust_lr_fn!r}.")
-    return ADJUST_LR[adjust_lr_fn](rows, cols)
+    return ADJUST_LR[adjust_lr_fn](rows, cols) if rows * cols else 1.0
 
 
 def step_updates(
