@@ -21,6 +21,7 @@ from ortho_func.primitives.collectives import all_to_all
 from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schulz, orthogonalize
 from ortho_func.primitives.packing import pack, unpack
 from ortho_func.primitives.padding import narrow, pad_to_max
+from ortho_func.primitives.qk_clip import qk_clip, qk_clip_
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +57,8 @@ __all__ = [
     "pad_to_max",
     "partition",
     "plan",
+    "qk_clip",
+    "qk_clip_",
     "scale",
     "scale_by_schedule",
     "schedules",
