@@ -15,6 +15,7 @@ from ortho_func.algorithms.matrixwise import on_whole_matrices
 from ortho_func.algorithms.pointwise import adamw, lion
 from ortho_func.algorithms.transform import Transform, apply_updates, elementwise
 from ortho_func.geometry import Reading
+from ortho_func.optim.memory import state_bytes
 from ortho_func.optim.optimizers import Dion, Dion2, Dion3, Muon, NorMuon
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
@@ -62,6 +63,7 @@ __all__ = [
     "scale",
     "scale_by_schedule",
     "schedules",
+    "state_bytes",
     "stateless",
     "unpack",
 ]

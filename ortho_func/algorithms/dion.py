@@ -72,7 +72,12 @@ class DionRule(_Dion):
     def then(self) -> MatrixRule:
         """The second trip."""
         return _SecondTrip(
-            self.adjust_lr_fn, self.cautious, self.orthogonalizer, self.rank_fraction
+            self.adjust_lr_fn,
+            self.cautious,
+            self.orthogonalizer,
+            self.rank_fraction,
+            momentum_dtype=self.momentum_dtype,
+            variance_dtype=self.variance_dtype,
         )
 
     def cost(self, share: float = 1.0) -> FactorCost:
