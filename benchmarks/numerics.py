@@ -1,17 +1,19 @@
 """Measure the orthogonalizers and write docs/numerics.md: ``python benchmarks/numerics.py``."""
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
+import choice
 import torch
+from choice import alternated_medians
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from ortho_func.coefficients import MINIMAX_ARGUMENTS, Schedule, minimax_schedule, schedule
 from ortho_func.primitives.orthogonalize import (
     _BOUND_ZERO,
+    Orthogonalizer,
     flops,
     gram_newton_schulz,
     newton_schulz,
@@ -20,7 +22,14 @@ from ortho_func.primitives.orthogonalize import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 SEEDS = range(3)
-PEERS = (("jordan", 5), ("you", 5), ("polar_express", 5), ("cans", 4))
+PEERS = (
+    ("jordan", 5),
+    ("you", 5),
+    ("polar_express", 5),
+    ("cans", 4),
+    ("turbo_muon", 4),
+    ("cubic", 7),
+)
 OURS = tuple(("minimax", steps) for steps in (2, 3, 4, 5))
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -85,9 +94,9 @@ def error_table(errors: Errors) -> str:
 
 def search_table(errors: Errors) -> str:
     rows = []
-    for degrees in ((5, 9, 9), (5, 5, 5, 5), (5, 5, 5, 9)):
+    for degrees in ((5, 9, 9), (5, 5, 5, 5), (5, 5, 5, 9), (5, 3, 3, 3, 9), (3,) * 6, (3,) * 7):
         for lower in (0.012, 0.0106, 0.007, 0.005, 0.0035):
-            cushion = MINIMAX_ARGUMENTS[len(degrees)][1]
+            cushion = MINIMAX_ARGUMENTS.get(len(degrees), (0.0, 0.05))[1]
             made = minimax_schedule(len(degrees), lower, cushion=cushion, degrees=degrees)
             rows.append(
                 [
@@ -166,15 +175,53 @@ def restart_table(errors: Errors) -> str:
     return table(("dtype", "restarts", *COLUMNS), rows)
 
 
-def alternated_medians(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            if turn:
-                times[name].append(time.process_time() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+METHODS = (
+    ("jordan", None),
+    ("you", None),
+    ("polar_express", None),
+    ("cans", None),
+    ("cubic", None),
+    ("turbo_muon", None),
+    ("newton_schulz", 3),
+    ("newton_schulz", 4),
+    ("newton_schulz", 5),
+    ("gram_newton_schulz", 4),
+    ("svd", None),
+)
+
+
+def method_table() -> str:
+    """Every method in every dtype on singular values from 1 to 1e-4."""
+    torch.manual_seed(0)
+    x = with_spectrum(torch.logspace(0, -4, 256), 256, 512)
+    polar = polar_svd(x)
+    timed = torch.randn(512, 1024)
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        made = {one: Orthogonalizer(*one, dtype) for one in METHODS}
+        calls = {one: partial(f, timed.to(dtype)) for one, f in made.items()}
+        took = alternated_medians(calls, 5)
+        for (name, steps), f in made.items():
+            got = f(x)
+            out = torch.linalg.svdvals(got)
+            share = flops(512, 1024, method=name, steps=steps, compute_dtype=dtype)
+            rows.append(
+                [
+                    str(dtype)[6:],
+                    name if steps is None else f"{name}, {steps} steps",
+                    f"{float(out[-1]):.4f} to {float(out[0]):.3f}",
+                    f"{float((got - polar).norm() / polar.norm()):.4f}",
+                    f"{share / flops(512, 1024, method='jordan'):.2f}",
+                    f"{took[name, steps] / took['jordan', None]:.2f}",
+                ]
+            )
+    head = ("dtype", "method", "values out", "error", "operations", "time")
+    return table(head, rows)
+
+
+def choice_table() -> str:
+    rows = list(choice.measured_rows())
+    return table(choice.HEAD, map(choice.cells, rows)) + "\n" + choice.summary(rows) + "\n"
 
 
 def time_table() -> str:
@@ -217,6 +264,14 @@ in float64 and in bfloat16. Three steps are no worse than five of Jordan, and ma
 bfloat16's rounding. More steps mostly pull up small singular values; in bfloat16, rounding the
 input itself hides the smallest ones.
 
+## All methods
+Singular values from 1 to 1e-4 (logarithmic, 256×512) and where they end: the least and the largest
+singular value of the result; the relative error to the polar factor of the SVD in float64; floating
+operations, and time on one thread, over those of `jordan` in the same dtype at 512×1024. float16
+input is computed in one of these. `turbo_muon` scales rows first, so its result is the polar factor
+of another matrix; the errors here are to that of the input all the same.
+
+{methods}
 ## Arithmetic
 Floating-point operations over those of five quintic steps. A step of degree nine costs one more
 product of the short side than a quintic does.
@@ -227,6 +282,15 @@ matrix at a time) on one thread, alternated medians. Machines differ: this one m
 matrices so fast (AMX) that at 768×768 a pass of additions costs a quarter of a product.
 
 {times}
+## The choice by shape
+`orthogonalize(x, method="auto")` compares two numbers: operations that touch the long side, plus
+those on the short side alone at a price of 1.26 + 32/M (float64: 1.26 + 16/M), M being the short
+side. Such products run below full speed and come with passes over their operands. In bfloat16 the
+Gram iteration computes in float32, so that it is never chosen. Here the work of the Gram
+iteration over that of plain Newton–Schulz, by operations, by the model and measured (one thread),
+and which is chosen and fastest (`python benchmarks/choice.py`).
+
+{choice}
 ## The scale
 A polynomial needs an upper bound of the largest singular value, and each factor that the bound is
 too large costs slope at zero. The first step computes A = XXᵀ and A² in any case. For every real
@@ -240,6 +304,9 @@ Schatten bound of λ₁ is near the best on all of these. Bound over true σ₁:
 serves small singular values, a large one the rest. A last step of degree nine gains more than it
 costs. Earlier ones gain too, but powers of A would lose them in bfloat16: they are expanded around
 a centre inside the spectrum, their coefficients are small. As a first step they remain unsafe.
+Cubics need no square of A. On a square matrix (5, 3, 3, 3, 9) takes as many operations as
+(5, 5, 5, 9) and is no better; seven cubics take 15% more for the same error; the longer the matrix,
+the more they lose. They stay an option, `"cubic"`.
 
 {search}
 ## Safety in bfloat16
@@ -250,10 +317,10 @@ with bfloat16's error of up to 1/16 in that quotient. The cushion (as in Polar E
 
 {diagonal}
 ## Where the Gram iteration restarts
-It updates A by q(A)·A·q(A) and so amplifies A's error, and rounds the accumulated factor when it is
-applied. float32 needs no restart within four steps; bfloat16 (short side in float32) restarts
-before the third step and each one after. `auto` takes the Gram iteration for float32 and float64
-from a ratio of two on, and never for bfloat16, whose short side would be float32 products.
+It updates A by q(A)·A·q(A) and so amplifies A's error. float32 needs no restart within four steps,
+and restarts before every fourth step of longer schedules. For bfloat16 the input is rounded and the
+rest is float32: applying the accumulated factor in bfloat16 instead (its entries reach thirty after
+two steps) was measured to leave singular values up to two on matrices of less than full rank.
 
 {restarts}"""
 
@@ -263,6 +330,8 @@ def main() -> None:
     errors = Errors()
     page = TEXT.format(
         errors=error_table(errors),
+        methods=method_table(),
+        choice=choice_table(),
         arithmetic=arithmetic_table(),
         times=time_table(),
         zero=_BOUND_ZERO,

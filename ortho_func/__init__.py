@@ -15,12 +15,14 @@ from ortho_func.algorithms.matrixwise import on_whole_matrices
 from ortho_func.algorithms.pointwise import adamw, lion
 from ortho_func.algorithms.transform import Transform, apply_updates, elementwise
 from ortho_func.geometry import Reading
+from ortho_func.optim.memory import state_bytes
 from ortho_func.optim.optimizers import Dion, Dion2, Dion3, Muon, NorMuon
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
 from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schulz, orthogonalize
 from ortho_func.primitives.packing import pack, unpack
 from ortho_func.primitives.padding import narrow, pad_to_max
+from ortho_func.primitives.qk_clip import qk_clip, qk_clip_
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,9 +58,12 @@ __all__ = [
     "pad_to_max",
     "partition",
     "plan",
+    "qk_clip",
+    "qk_clip_",
     "scale",
     "scale_by_schedule",
     "schedules",
+    "state_bytes",
     "stateless",
     "unpack",
 ]

@@ -1,8 +1,9 @@
 """Schedules of odd polynomials that drive singular values to one.
 
 A schedule is a list of steps. A step ``(a, b, c)`` maps every singular value ``s`` to
-``a*s + b*s**3 + c*s**5``; a step ``(a, b, c, d, e)`` adds ``d*s**7 + e*s**9``. Singular vectors
-stay, so the composition of the steps approximates the polar factor. Plain arithmetic, no tensors.
+``a*s + b*s**3 + c*s**5``; a step ``(a, b)`` stops at the cube, a step ``(a, b, c, d, e)`` adds
+``d*s**7 + e*s**9``. Singular vectors stay, so the composition of the steps approximates the polar
+factor. Plain arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -14,27 +15,35 @@ from itertools import pairwise
 from typing import Literal
 
 Step = tuple[float, ...]
-Scale = Literal["frobenius", "schatten8"]
+Scale = Literal["frobenius", "schatten8", "aol"]
+_SCALES: tuple[Scale, ...] = ("frobenius", "schatten8", "aol")
 
 # Where Newton-Schulz ends up once converged: the quintic with p(1)=1, p'(1)=p''(1)=0
 # (Higham, Functions of Matrices, 2008, section 8.3).
 NEWTON_SCHULZ_QUINTIC: Step = (15 / 8, -10 / 8, 3 / 8)
+NEWTON_SCHULZ_CUBIC: Step = (3 / 2, -1 / 2)
+
+# How far above its bound of one a singular value may lie after almost-orthogonal scaling in
+# bfloat16: the scale is a square root of a sum of entries, each within 2**-8 of its value.
+_AOL_TOP = 1.01
 
 
 @dataclass(frozen=True)
 class Schedule:
     """A named list of odd polynomial steps with its source.
 
-    A step is ``(a, b, c)`` for ``a*x + b*x**3 + c*x**5`` or ``(a, b, c, d, e)`` up to ``x**9``.
-    ``scale`` says which upper bound of the largest singular value the matrix is divided by first:
-    ``"frobenius"``, or ``"schatten8"`` for the tighter bound that the first step yields anyway.
+    A step is ``(a, b)`` for ``a*x + b*x**3``, ``(a, b, c)`` with ``c*x**5`` added, or
+    ``(a, b, c, d, e)`` up to ``x**9``. ``scale`` says which upper bound of the largest singular
+    value the matrix is divided by first: ``"frobenius"``, or ``"schatten8"`` for the tighter bound
+    that the first step yields anyway. ``"aol"`` divides each row of the short side by a number of
+    its own instead (see `newton_schulz`), which changes the polar factor.
     ``tail`` holds the steps that follow when more are asked for than ``steps`` has; the last known
     step then repeats. ``shortest`` is the fewest steps it may be cut to; ``None`` forbids a cut.
 
-    Raises ``ValueError`` for no steps, a step that isn't three or five finite numbers, or another
-    scale.
+    Raises ``ValueError`` for no steps, a step that isn't two, three or five finite numbers, another
+    scale, or steps that almost-orthogonal scaling would make turn a sign or blow up.
 
-    >>> Schedule("cubic", ((1.5, -0.5, 0.0),) * 2, source="Newton-Schulz")(0.5)
+    >>> Schedule("cubic", ((1.5, -0.5),) * 2, source="Newton-Schulz")(0.5)
     0.8687744140625
     """
 
@@ -49,16 +58,29 @@ class Schedule:
         if not self.steps:
             raise ValueError(f"schedule {self.name!r}: expected at least one step, got none")
         for step in (*self.steps, *self.tail):
-            if len(step) not in (3, 5) or not all(math.isfinite(v) for v in step):
+            if len(step) not in (2, 3, 5) or not all(math.isfinite(v) for v in step):
                 raise ValueError(
-                    f"schedule {self.name!r}: each step must be three or five finite numbers "
-                    f"(a, b, c) or (a, b, c, d, e), got {step!r}"
+                    f"schedule {self.name!r}: each step must be two, three or five finite numbers "
+                    f"(a, b), (a, b, c) or (a, b, c, d, e), got {step!r}"
                 )
-        if self.scale not in ("frobenius", "schatten8"):
+        if self.scale not in _SCALES:
             raise ValueError(
-                f"schedule {self.name!r}: scale must be 'frobenius' or 'schatten8', "
+                f"schedule {self.name!r}: scale must be one of {', '.join(map(repr, _SCALES))}, "
                 f"got {self.scale!r}"
             )
+        if self.scale == "aol":
+            self._check_aol()
+
+    def _check_aol(self) -> None:
+        """Almost-orthogonal scaling brings values up to one and, rounded, a little above."""
+        for k in range(1, 401):
+            start = _AOL_TOP * k / 400
+            if not 0 < self(start) < 1.5:
+                raise ValueError(
+                    f"schedule {self.name!r}: not safe with scale 'aol', which leaves singular "
+                    f"values up to {_AOL_TOP}: its steps send {start:.3f} to {self(start):.3f}. "
+                    "Take 'turbo_muon', or stretch the steps as minimax_schedule's safety does."
+                )
 
     def __call__(self, x: float) -> float:
         """The value that a starting singular value ``x`` ends at."""
@@ -217,10 +239,11 @@ def minimax_schedule(
     paper, section 3.4): ``safety`` stretches every step but the last to ``p(x / safety)``, so that
     values rounded above the bound stay bounded; ``cushion`` keeps ``l_k >= cushion * u_k`` in the
     fit and centres the image on one again, so that no step sends a large value so near to zero
-    that rounding could turn its sign. ``degrees`` gives each step's degree, 5 or 9; all 5 if None.
+    that rounding could turn its sign. ``degrees`` gives each step's degree, 3, 5 or 9; all 5 if
+    None.
 
     Raises ``ValueError`` if ``steps < 1``, ``lower_bound`` is outside (0, 1), ``safety < 1``,
-    ``cushion`` is outside [0, 1), or ``degrees`` isn't ``steps`` times 5 or 9.
+    ``cushion`` is outside [0, 1), or ``degrees`` isn't ``steps`` times 3, 5 or 9.
 
     >>> [round(v, 3) for v in minimax_schedule(1, 0.5).steps[0]]
     [2.671, -3.285, 1.639]
@@ -258,9 +281,9 @@ def _check_minimax_arguments(
         raise ValueError(f"minimax_schedule: safety must be at least 1, got {safety}")
     if not 0 <= cushion < 1:
         raise ValueError(f"minimax_schedule: cushion must be in [0, 1), got {cushion}")
-    if len(degrees) != steps or any(degree not in (5, 9) for degree in degrees):
+    if len(degrees) != steps or any(degree not in (3, 5, 9) for degree in degrees):
         raise ValueError(
-            f"minimax_schedule: degrees must be {steps} numbers, each 5 or 9, got {degrees}"
+            f"minimax_schedule: degrees must be {steps} numbers, each 3, 5 or 9, got {degrees}"
         )
 
 
@@ -301,6 +324,20 @@ _MINIMAX: dict[int, tuple[Step, ...]] = {
     ),
 }
 _MINIMAX_LENGTH = 4
+
+# Cubics alone, whose steps need no square of the Gram matrix: minimax_schedule with these
+# arguments, rounded to ten digits. Seven are as good as four of the default family; on a square
+# matrix they take as many operations as five quintics, on others more (docs/numerics.md).
+CUBIC_ARGUMENTS: tuple[int, float, float] = (7, 0.005, 0.05)  # steps, lower bound, cushion
+_CUBIC: tuple[Step, ...] = (
+    (4.95204936, -4.612327244),
+    (2.460246612, -0.5874660605),
+    (2.393611091, -0.5936621536),
+    (2.220560347, -0.5847847468),
+    (1.908046419, -0.5432796551),
+    (1.611647507, -0.5028911426),
+    (1.51071081, -0.5015292263),
+)
 
 
 def _minimax(steps: int) -> Schedule:
@@ -346,6 +383,23 @@ _NAMED: dict[str, Schedule] = {
         tuple(_with_safety(s, _CANS_SAFETY) for s in _CANS),
         source="arXiv 2506.10935v2, appendix J, with a safety factor of 1.01",
         tail=(NEWTON_SCHULZ_QUINTIC,),
+    ),
+    "cubic": Schedule(
+        "cubic",
+        _CUBIC,
+        scale="schatten8",
+        source="generated: greedy minimax, arXiv 2505.16932",
+        tail=(NEWTON_SCHULZ_CUBIC,),
+        shortest=6,
+    ),
+    # Boissin, Massena, Mamalet, Serrurier: Turbo-Muon, arXiv 2512.04632: almost-orthogonal scaling
+    # (Prach, Lampert, arXiv 2208.03160) in place of the norm and of You's first step.
+    "turbo_muon": Schedule(
+        "turbo_muon",
+        _YOU[1:],
+        scale="aol",
+        source="arXiv 2512.04632",
+        shortest=1,
     ),
 }
 

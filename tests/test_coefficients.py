@@ -2,12 +2,14 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ortho_func.coefficients import (
+    CUBIC_ARGUMENTS,
     MINIMAX_ARGUMENTS,
     SCHEDULE_NAMES,
     Schedule,
@@ -71,6 +73,31 @@ def test_default_family_is_what_the_generator_makes(steps: int) -> None:
         assert listed == pytest.approx(generated, rel=1e-9)
 
 
+def test_cubics_are_what_the_generator_makes() -> None:
+    steps, lower, cushion = CUBIC_ARGUMENTS
+    made = minimax_schedule(steps, lower, cushion=cushion, degrees=[3] * steps)
+    for listed, generated in zip(schedule("cubic").steps, made.steps, strict=True):
+        assert listed == pytest.approx(generated, rel=1e-9)
+    assert schedule("cubic", 9).steps[7:] == ((1.5, -0.5),) * 2
+    assert least_quotient(schedule("cubic")) > 0.15
+
+
+def test_turbo_muon_is_you_without_the_first_step_and_safe_above_one() -> None:
+    made = schedule("turbo_muon")
+    assert made.steps == schedule("you").steps[1:]
+    assert made.scale == "aol"
+    assert max(values(made, 0, 1.05)) < 1.15
+    assert min(values(made, 0, 1.05)[1:]) > 0
+
+
+@pytest.mark.parametrize("steps", [((1.5, -1.4875),), ((2.4, -1.4875), (3.0, -0.1)), ((4.0, 1.0),)])
+def test_steps_that_almost_orthogonal_scaling_would_break_are_refused(steps: Any) -> None:
+    """The first is above zero up to one, and below zero just above it."""
+    Schedule("mine", steps)
+    with pytest.raises(ValueError, match="not safe with scale 'aol'"):
+        Schedule("mine", steps, scale="aol")
+
+
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_no_schedule_leaves_zero_to_one_or_turns_a_sign(name: str) -> None:
     got = values(schedule(name))
@@ -118,7 +145,7 @@ def test_more_steps_of_the_default_family_are_better() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.sampled_from([5, 9]), min_size=1, max_size=5),
+    st.lists(st.sampled_from([3, 5, 9]), min_size=1, max_size=5),
     st.floats(1e-4, 0.9),
 )
 def test_greedy_minimax_equioscillates(degrees: list[int], lower: float) -> None:
@@ -139,6 +166,8 @@ def test_greedy_minimax_equioscillates(degrees: list[int], lower: float) -> None
 def test_narrow_interval_gives_newton_schulz() -> None:
     quintic = minimax_schedule(1, 0.99999, cushion=0.0).steps[0]
     assert quintic == pytest.approx((1.875, -1.25, 0.375), rel=1e-3)
+    cubic = minimax_schedule(1, 0.99999, cushion=0.0, degrees=[3]).steps[0]
+    assert cubic == pytest.approx((1.5, -0.5), rel=1e-3)
     nonic = minimax_schedule(1, 0.9999, cushion=0.0, degrees=[9]).steps[0]
     expected = [v / 128 for v in (315, -420, 378, -180, 35)]
     assert nonic == pytest.approx(expected, rel=1e-2)
@@ -159,7 +188,7 @@ def test_lengths() -> None:
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_cut_is_safe_or_refused(name: str, steps: int) -> None:
-    cut = Schedule("cut", schedule(name, max(steps, 6)).steps[:steps])
+    cut = Schedule("cut", schedule(name, 7).steps[:steps])
     if name == "minimax" or max(values(cut)) < 1.3:
         made = schedule(name, steps)
         assert len(made.steps) == steps
@@ -185,7 +214,7 @@ def test_schedules_are_values() -> None:
         (lambda: schedule("jordann"), "polar_express"),
         (lambda: schedule("jordan", 0), "at least 1"),
         (lambda: schedule([]), "at least one step"),
-        (lambda: schedule([(1.0, 2.0)]), "three or five"),
+        (lambda: schedule([(1.0,)]), "two, three or five"),
         (lambda: schedule([(1.0, math.nan, 0.0)]), "finite"),
         (lambda: Schedule("x", ((1.0, 0.0, 0.0),), scale="spectral"), "schatten8"),  # type: ignore[arg-type]
         (lambda: minimax_schedule(0, 0.1), "steps"),

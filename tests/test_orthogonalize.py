@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
+from torch.utils.flop_counter import FlopCounterMode
 
 from ortho_func.coefficients import SCHEDULE_NAMES, Schedule, schedule
 from ortho_func.primitives.orthogonalize import (
     METHODS,
     Orthogonalizer,
     _largest_eigenvalue_bound,
+    cost,
     flops,
     get_orthogonalizer,
     gram_newton_schulz,
@@ -140,6 +142,8 @@ def test_double_range_reaches_beyond_single() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_transpose(method: str) -> None:
     for shape in ((1, 8), (7, 7), (5, 16), (4, 6, 9)):
+        if method == "turbo_muon" and shape == (7, 7):
+            continue  # it scales a square matrix's rows, and its transpose's
         x = torch.randn(shape, dtype=FP64)
         got = orthogonalize(x.mT, method=method)
         torch.testing.assert_close(got.mT, orthogonalize(x, method=method))
@@ -279,7 +283,7 @@ def test_gram_equals_standard(name: str, ratio: int, batch: tuple[int, ...]) -> 
         assert relative_error(got, expected) < 3e-3
 
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("name", [n for n in SCHEDULE_NAMES if n != "turbo_muon"])
 def test_matrices_follow_the_scalar_polynomial(name: str) -> None:
     s = torch.logspace(0, -4, 12, dtype=FP64)
     x = with_spectrum(s, 12, 30)
@@ -291,6 +295,45 @@ def test_matrices_follow_the_scalar_polynomial(name: str) -> None:
     expected = torch.tensor([made(float(v / scale)) for v in s], dtype=FP64)
     got = alignment(newton_schulz(x, schedule=name), x)
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12), (9, 9), (1, 7)])
+@pytest.mark.parametrize("spread", [1.0, 1e6])
+def test_almost_orthogonal_scaling_is_the_definition(shape: tuple[int, int], spread: float) -> None:
+    """D by its formula, the bound of one, and the steps on what D leaves."""
+    x = torch.randn(shape, dtype=FP64) * torch.logspace(0, 1, shape[0]).log10().mul(spread)[:, None]
+    wide = x if shape[0] <= shape[1] else x.mT
+    scaled = wide * (wide @ wide.mT).abs().sum(dim=-1, keepdim=True).nan_to_num(1).rsqrt()
+    scaled = torch.where(wide == 0, 0, scaled)
+    s = singular(scaled)
+    assert s.max() <= 1 + 1e-12
+    made = schedule("turbo_muon")
+    u, s, vt = torch.linalg.svd(scaled, full_matrices=False)
+    expected = (u * torch.tensor([made(float(v)) for v in s], dtype=FP64)) @ vt
+    for f in (newton_schulz, gram_newton_schulz):
+        got = f(x, schedule="turbo_muon")
+        got = got if shape[0] <= shape[1] else got.mT
+        torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
+
+
+def test_almost_orthogonal_scaling_changes_the_polar_factor() -> None:
+    """As its docstring says: the result is the polar factor of DX."""
+    x = torch.tensor([[3.0, 1.0, 0.0], [1.0, 0.1, 0.2]], dtype=FP64)
+    d = (x @ x.mT).abs().sum(dim=-1, keepdim=True).rsqrt()
+    got = newton_schulz(x, schedule="turbo_muon")
+    assert relative_error(got, polar_svd(d * x)) < 0.15 < relative_error(got, polar_svd(x))
+
+
+def test_the_bfloat16_gram_iteration_is_float32_inside() -> None:
+    """Applied in bfloat16, its factors left singular values near two on matrices like these."""
+    s = torch.tensor([1.0, 1.0, 0.1, 0.1])
+    for _ in range(200):
+        x = with_spectrum(s, 6, 6)
+        got = gram_newton_schulz(x, compute_dtype=BF16)
+        assert singular(got).max() < 1.05
+        assert torch.equal(got, gram_newton_schulz(x.bfloat16(), compute_dtype=FP32).to(FP64)) or (
+            relative_error(got, gram_newton_schulz(x.bfloat16().float(), compute_dtype=FP32)) < 0.01
+        )
 
 
 def test_svd_is_the_polar_factor() -> None:
@@ -321,7 +364,10 @@ def hard_spectra(m: int) -> dict[str, Tensor]:
 
 
 # The largest singular value a method may leave, in any compute dtype.
-CEILING = {"minimax": 1.06, "jordan": 1.22, "you": 1.16, "polar_express": 1.14, "cans": 1.32}
+CEILING = {
+    "minimax": 1.06, "jordan": 1.22, "you": 1.16, "polar_express": 1.14, "cans": 1.32,
+    "cubic": 1.03,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CEILING)
@@ -335,8 +381,7 @@ def test_ranges_and_signs_on_hard_spectra(
         x = with_spectrum(s, *shape).to(FP64 if dtype == FP64 else FP32)
         for f in (newton_schulz, gram_newton_schulz):
             got = f(x, schedule=name, compute_dtype=dtype)
-            slack = 0.05 if dtype == BF16 and f is gram_newton_schulz else 0.0
-            assert singular(got).max() < CEILING[name] + slack, (label, f)
+            assert singular(got).max() < CEILING[name], (label, f)
             kept = int((s > 0.02).sum())
             least = alignment(got, x, kept).min() if kept else torch.tensor(1.0)
             assert least > 0.2, (label, f)
@@ -487,6 +532,27 @@ def test_names_and_callables() -> None:
     assert isinstance(get_orthogonalizer("jordan", compute_dtype=FP64), Orthogonalizer)
 
 
+def counted(f: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """Operations in the matrix products that really run."""
+    with FlopCounterMode(display=False) as counter:
+        f(x)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("steps", [None, 3, 7])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "svd"])
+def test_flops_are_those_that_run(method: str, steps: int | None) -> None:
+    for rows, cols in ((8, 8), (8, 24), (40, 8), (16, 18)):
+        for dtype in (BF16, FP32, FP64):
+            try:
+                f = get_orthogonalizer(method, steps=steps, compute_dtype=dtype)
+            except ValueError:
+                assert steps == 3  # schedules that can't be cut
+                continue
+            expected = flops(rows, cols, method=method, steps=steps, compute_dtype=dtype)
+            assert counted(f, torch.randn(3, rows, cols)) == 3 * expected, (rows, cols, dtype)
+
+
 def test_flops() -> None:
     for name in METHODS:
         assert flops(64, 96, method=name) == flops(96, 64, method=name) > 0
@@ -500,6 +566,45 @@ def test_flops() -> None:
     gram = flops(m, n, method="gram_newton_schulz", compute_dtype=FP32)
     assert gram < flops(m, n, method="newton_schulz")
     assert gram == flops(m, n, compute_dtype=FP32)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 9])
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_auto_runs_what_the_model_says(steps: int, dtype: torch.dtype) -> None:
+    for short in (2, 5, 16):
+        for ratio in (1, 1.5, 2, 3, 6, 16):
+            shape = (short, int(short * ratio))
+            auto = Orthogonalizer("auto", steps, dtype)
+            ran = counted(auto, torch.randn(shape))
+            plain, gram = (
+                (
+                    cost(*shape, method=name, steps=steps, compute_dtype=dtype),
+                    flops(*shape, method=name, steps=steps, compute_dtype=dtype),
+                )
+                for name in ("newton_schulz", "gram_newton_schulz")
+            )
+            assert ran == min(plain, gram)[1]
+            assert cost(*shape, steps=steps, compute_dtype=dtype) == min(plain, gram)[0]
+            if gram[0] < plain[0]:  # never against the operations, and once long enough, always
+                assert gram[1] < plain[1]
+
+
+def test_the_model_by_shape() -> None:
+    """In operations: break-even at 3:2, later for short sides, and soon after for long ones."""
+
+    def takes_gram(rows: int, cols: int, dtype: torch.dtype = FP32) -> bool:
+        gram = flops(rows, cols, method="gram_newton_schulz")
+        return flops(rows, cols, compute_dtype=dtype) == gram
+
+    for m in (64, 512, 4096):
+        assert not takes_gram(m, m)
+        assert not takes_gram(m, 7 * m // 5)
+        assert takes_gram(m, 3 * m)
+        assert takes_gram(3 * m, m)
+        assert not takes_gram(m, 8 * m, BF16)
+    assert takes_gram(4096, 2 * 4096)
+    assert not takes_gram(32, 96)
+    assert takes_gram(32, 192)
 
 
 @pytest.mark.parametrize(
@@ -524,11 +629,14 @@ def test_errors(call: Callable[[], object], error: type[Exception], message: str
 
 
 def test_a_schedule_of_ones_own() -> None:
-    cubic = Schedule("cubic", ((1.5, -0.5, 0.0),) * 25, source="Newton-Schulz")
+    cubic = Schedule("cubic", ((1.5, -0.5),) * 25, source="Newton-Schulz")
+    same = Schedule("cubic", ((1.5, -0.5, 0.0),) * 25, source="Newton-Schulz")
     for scale in ("frobenius", "schatten8"):
         mine = Schedule("mine", cubic.steps, scale, "test")  # type: ignore[arg-type]
         x = with_spectrum(torch.linspace(0.1, 1, 6), 6, 8)
         for f in (newton_schulz, gram_newton_schulz):
             torch.testing.assert_close(f(x, schedule=mine), polar_svd(x), atol=1e-9, rtol=0)
+            quintic = Schedule("mine", same.steps, scale, "test")  # type: ignore[arg-type]
+            torch.testing.assert_close(f(x, schedule=mine), f(x, schedule=quintic))
     nonic = Schedule("nonic", ((315 / 128, -420 / 128, 378 / 128, -180 / 128, 35 / 128),) * 8)
     torch.testing.assert_close(newton_schulz(x, schedule=nonic), polar_svd(x), atol=1e-9, rtol=0)

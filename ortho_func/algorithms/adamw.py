@@ -32,7 +32,12 @@ def adamw_(
     """One step in place, by torch's fused kernel where the dtypes allow it."""
     if not params:
         return
-    if cautious or torch.compiler.is_compiling():  # the fused kernels cannot be traced
+    # The fused kernels cannot be traced, and torch's others round on the way to narrower state.
+    mixed = any(
+        p.dtype != m.dtype or p.dtype != v.dtype
+        for p, m, v in zip(params, exp_avgs, exp_avg_sqs, strict=True)
+    )
+    if cautious or mixed or torch.compiler.is_compiling():
         old = (list(params), list(exp_avgs), list(exp_avg_sqs), list(steps))
         new = adamw_step(
             params, grads, exp_avgs, exp_avg_sqs, steps,
@@ -44,9 +49,7 @@ def adamw_(
     if isinstance(weight_decay, Tensor):  # no overload takes one: decay first, as AdamW does
         torch._foreach_mul_(list(params), 1 - lr * weight_decay)
         weight_decay = 0.0
-    fused = all(p.dtype == g.dtype for p, g in zip(params, grads, strict=True)) and all(
-        p.dtype == m.dtype for p, m in zip(params, exp_avgs, strict=True)
-    )
+    fused = all(p.dtype == g.dtype for p, g in zip(params, grads, strict=True))
     _call(params, grads, exp_avgs, exp_avg_sqs, steps, lr, weight_decay, betas, eps, fused=fused)
 
 
@@ -77,7 +80,8 @@ def adamw_step(
     counts = [step + 1 for step in steps]
     for p, g, m, v, t in zip(params, grads, exp_avgs, exp_avg_sqs, counts, strict=True):
         x, slope = widen(p), widen(g)
-        average = torch.lerp(widen(m), slope.to(widen(m).dtype), 1 - first)
+        wide = torch.promote_types(widen(m).dtype, slope.dtype)
+        average = torch.lerp(m.to(wide), slope.to(wide), 1 - first)
         square = widen(v) * second + slope.square() * (1 - second)
         root = sqrt(square) / sqrt(_correction(second, t)) + eps
         move = lr / _correction(first, t) * (average / root)

@@ -77,6 +77,8 @@ class DionRule(_Dion):
             self.orthogonalizer,
             self.rank_fraction,
             nonfinite=self.nonfinite,
+            momentum_dtype=self.momentum_dtype,
+            variance_dtype=self.variance_dtype,
         )
 
     def cost(self, share: float = 1.0) -> FactorCost:

@@ -61,8 +61,8 @@ class Dion2Rule(MatrixRule):
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
     ) -> Emission:
         """All of the accumulated momentum."""
-        momenta = heavy_ball(state["momentum_buffer"], grads)
-        shards = [m.reshape(frame.sent) for m, frame in zip(momenta, frames, strict=True)]
+        momenta, shown = heavy_ball(state["momentum_buffer"], grads)
+        shards = [m.reshape(frame.sent) for m, frame in zip(shown, frames, strict=True)]
         sides = [
             (torch.zeros(_side_shape(frame), device=m.device),)
             for m, frame in zip(momenta, frames, strict=True)
@@ -110,9 +110,9 @@ class LocalDion2Rule(Dion2Rule):
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
     ) -> Emission:
         """The shard's own top slices."""
-        momenta = heavy_ball(state["momentum_buffer"], grads)
+        momenta, shown = heavy_ball(state["momentum_buffer"], grads)
         shards, chosen = [], []
-        for m, frame in zip(momenta, frames, strict=True):
+        for m, frame in zip(shown, frames, strict=True):
             seen = m.reshape(frame.shape)
             index = top_slices(seen, frame.sent[self.dim], self.dim)
             shards.append(gather_slices(seen, index, self.dim))
@@ -153,7 +153,7 @@ def fields_of(rule: MatrixRule) -> dict[str, Any]:
 def decay_selected(
     momenta: Sequence[Tensor], masks: Sequence[Tensor], hyper: Hyper, frames: Sequence[Frame]
 ) -> list[Tensor]:
-    """M·μ where the mask is 1, M where it is 0."""
+    """M·μ where the mask is 1, M where it is 0, in the dtype of these M."""
     lost: Scalar = 1 - hyper["momentum"]
     return [
         (m.reshape(frame.shape) * (1 - lost * mask)).reshape(m.shape).to(m.dtype)

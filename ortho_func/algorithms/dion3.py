@@ -26,6 +26,7 @@ from ortho_func.algorithms.rule import Emission, Frame, Hyper, State, Step
 from ortho_func.plan import Travel, slice_count
 from ortho_func.primitives.momentum import heavy_ball
 from ortho_func.primitives.normalization import normalize_rows
+from ortho_func.primitives.scaling import widen
 from ortho_func.primitives.selection import (
     gather_slices,
     scatter_slices,
@@ -58,11 +59,11 @@ class Dion3Rule(Dion2Rule):
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
     ) -> Emission:
         """All of the accumulated momentum, and V."""
-        momenta = heavy_ball(state["momentum_buffer"], grads)
-        shards = [m.reshape(frame.sent) for m, frame in zip(momenta, frames, strict=True)]
+        momenta, shown = heavy_ball(state["momentum_buffer"], grads)
+        shards = [m.reshape(frame.sent) for m, frame in zip(shown, frames, strict=True)]
         sides = []
         for v, frame in zip(state["row_variance"], frames, strict=True):
-            rows = v.reshape(frame.shape[:2])
+            rows = widen(v).reshape(frame.shape[:2])
             sides.append((rows, torch.zeros_like(rows)))
         return Emission(shards, sides, (momenta, [v.shape for v in state["row_variance"]]), {})
 
@@ -119,15 +120,16 @@ class LocalDion3Rule(Dion3Rule):
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
     ) -> Emission:
         """The shard's own top rows, and their V."""
-        momenta = heavy_ball(state["momentum_buffer"], grads)
+        momenta, shown = heavy_ball(state["momentum_buffer"], grads)
+        variances = [widen(v) for v in state["row_variance"]]
         shards, sides, chosen = [], [], []
-        for m, v, frame in zip(momenta, state["row_variance"], frames, strict=True):
+        for m, v, frame in zip(shown, variances, frames, strict=True):
             seen = m.reshape(frame.shape)
             index = top_slices(seen, frame.sent[1], -2)
             shards.append(gather_slices(seen, index, -2))
             sides.append((v.reshape(frame.shape[:2]).gather(-1, index),))
             chosen.append(index)
-        return Emission(shards, sides, (momenta, chosen, state["row_variance"]), {})
+        return Emission(shards, sides, (momenta, chosen, variances), {})
 
     def whole(
         self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper

@@ -22,12 +22,15 @@ States = Sequence[dict[str, Tensor]]
 class ElementRule:
     """The static part of an element-wise algorithm.
 
-    `state` says of what shape each state tensor is: "param", or "scalar" in fp32.
+    `state` says of what shape each state tensor is: "param", or "scalar" in fp32; the two dtypes
+    are those of averages of gradients and of their squares, None that of the parameter.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     cautious: bool = False
+    momentum_dtype: torch.dtype | None = None
+    variance_dtype: torch.dtype | None = None
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]]

@@ -17,7 +17,7 @@ from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.matrixwise import Leaves, matrix_transform
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
-from ortho_func.algorithms.rule import MatrixRule
+from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
 from ortho_func.algorithms.transform import Hyperparameter, Transform, Tree
 from ortho_func.plan import Plan
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
@@ -46,6 +46,8 @@ class MatrixOptions(TypedDict, total=False):
     ns_steps: int | None
     cautious: bool
     compute_dtype: torch.dtype | None
+    momentum_dtype: torch.dtype | None
+    variance_dtype: torch.dtype | None
     flatten: bool | None
     readings: Readings | None
     plan: Plan | None
@@ -115,7 +117,9 @@ def muon(
             [n, R, C] → [n, R, C]. ``ns_steps``: iterations; None takes as many as the schedule
             has. ``cautious``: decay only where update and parameter agree in sign.
             ``compute_dtype``: dtype in which matrices are orthogonalized; None is bfloat16, and
-            float64 for float64.
+            float64 for float64. ``momentum_dtype``: dtype of M, None is the parameter's.
+            ``variance_dtype``: dtype of V where there is one, None is float32 at least. Sums are
+            computed in float32 at least and rounded once.
             ``flatten``: what parameters of three or more dims are: False, stacks of matrices
             over their leading dims; True, one matrix of dim 0 by all others. ``readings``: a
             `Reading` by name or pattern (``"*.conv"``), or a function of name and tensor.
@@ -345,10 +349,16 @@ def _of_rule(
     )
     adjust = options.get("adjust_lr_fn")
     lr_scale(1, 1, adjust)
+    dtypes = {
+        "momentum_dtype": options.get("momentum_dtype"),
+        "variance_dtype": options.get("variance_dtype"),
+    }
+    check_state_dtypes(**dtypes)
     made = rule(
         adjust_lr_fn=adjust,
         cautious=options.get("cautious", False),
         orthogonalizer=orthogonalizer,
+        **dtypes,
         **fixed,
     )
     leaves = Leaves.of(made, options.get("flatten"), options.get("readings"), options.get("plan"))

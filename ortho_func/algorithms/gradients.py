@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ortho_func.algorithms.rule import check_state_dtypes
 from ortho_func.algorithms.transform import (
     Hyperparameter,
     Transform,
@@ -122,10 +124,16 @@ def add_decayed_weights(weight_decay: Hyperparameter) -> Transform:
     return Transform(lambda params: CountState(first_step(params)), update, frozenset(hyper))
 
 
-def momentum(beta: Hyperparameter = 0.95, *, nesterov: bool = False) -> Transform:
+def momentum(
+    beta: Hyperparameter = 0.95,
+    *,
+    nesterov: bool = False,
+    momentum_dtype: torch.dtype | None = None,
+) -> Transform:
     """Averaged gradients: M ← βM + (1 − β)G;  U = (1 − β)G + βM (Nesterov) or M.
 
     `beta` is a number, a 0-d tensor or a schedule; `update` takes it as the keyword `momentum`.
+    `momentum_dtype` is M's, None the parameter's; the sum is computed in fp32 at least.
 
     Raises:
         ValueError: for a number outside [0, 1).
@@ -137,6 +145,7 @@ def momentum(beta: Hyperparameter = 0.95, *, nesterov: bool = False) -> Transfor
         ([tensor([0.5000])], [tensor([0.5000])])
     """
     hyper = checked({"momentum": beta})
+    check_state_dtypes(momentum_dtype, None)
 
     def update(
         grads: Tree, state: TraceState, params: Tree | None = None, /, **given: Scalar
@@ -151,7 +160,8 @@ def momentum(beta: Hyperparameter = 0.95, *, nesterov: bool = False) -> Transfor
         return ahead, TraceState(state.steps + 1, kept)
 
     def init(params: Tree) -> TraceState:
-        return TraceState(first_step(params), elementwise(torch.zeros_like, params))
+        zeros = partial(torch.zeros_like, dtype=momentum_dtype)
+        return TraceState(first_step(params), elementwise(zeros, params))
 
     return Transform(init, update, frozenset(hyper))
 

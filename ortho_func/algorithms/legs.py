@@ -54,7 +54,7 @@ class _Drafted:
     def add(self, spec: ParamSpec, rule: MatrixRule, subject: Subject) -> int:
         """Add a parameter; returns its number."""
         number = self.groups.setdefault((spec.group, rule), len(self.groups))
-        self.specs.append(replace(spec, group=number))
+        self.specs.append(replace(spec, group=number, dtype=rule.emitted(spec.dtype)))
         self.subjects.append(subject)
         return len(self.specs) - 1
 

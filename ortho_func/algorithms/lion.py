@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ortho_func.primitives import foreach
-from ortho_func.primitives.momentum import Scalar, ema
+from ortho_func.primitives.momentum import Scalar, ema, nesterov
 from ortho_func.primitives.scaling import step_updates
 
 __all__ = ["lion_step"]
@@ -42,7 +42,7 @@ def lion_step(
     """
     if not params:
         return [], []
-    looked = ema(momenta, grads, betas[0])
+    looked = nesterov(momenta, grads, betas[0])  # the same sum, not rounded to M's dtype
     signs = foreach.sign(looked)
     updates = step_updates(params, signs, lr=lr, weight_decay=weight_decay, cautious=cautious)
     return updates, ema(momenta, grads, betas[1])

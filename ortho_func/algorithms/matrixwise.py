@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from ortho_func.algorithms.distributed import program_of, shard_step
 from ortho_func.algorithms.local import local_step
 from ortho_func.algorithms.program import Program
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State, state_dtype
 from ortho_func.algorithms.transform import (
     Hyperparameter,
     Transform,
@@ -215,26 +215,30 @@ def _settled(old: Tensor, new: Tensor) -> Tensor:
 def first_state(rule: MatrixRule, name: str, parameter: Tensor, reading: Reading) -> Tensor:
     """A parameter's state before the first step, with its placements."""
     kind = rule.state[name]
+    asked = state_dtype(name, rule.momentum_dtype, rule.variance_dtype)
     if kind == "factor":
         return first_factor(parameter, reading, rule.parts(tuple(parameter.shape), reading))
-    return zeros_for(parameter, kind, reading)
+    return zeros_for(parameter, kind, reading, dtype=asked)
 
 
-def zeros_for(parameter: Tensor, kind: str, reading: Reading) -> Tensor:
+def zeros_for(
+    parameter: Tensor, kind: str, reading: Reading, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Zero state of a parameter, with its placements.
 
     Args:
         parameter: the parameter.
-        kind: "param", of its shape and dtype; or "row", one value per row, in fp32 at least.
+        kind: "param", of its shape; or "row", one value per row.
         reading: how it is read as matrices.
+        dtype: by default the parameter's for "param", fp32 at least for "row".
     """
     if kind == "param":
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     keep = 1 if reading.flatten else parameter.ndim - 1
     shard = local(parameter)
     sizes = [n if dim < keep else 1 for dim, n in enumerate(shard.shape)]
     whole = [n if dim < keep else 1 for dim, n in enumerate(parameter.shape)]
-    wide = torch.promote_types(shard.dtype, torch.float32)
+    wide = torch.promote_types(shard.dtype, torch.float32) if dtype is None else dtype
     return like(parameter, torch.zeros(sizes, dtype=wide, device=shard.device), whole)
 
 

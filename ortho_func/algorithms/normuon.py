@@ -20,6 +20,7 @@ from torch import Tensor
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, State, Step
 from ortho_func.primitives.normalization import normalize_rows
+from ortho_func.primitives.scaling import widen
 
 __all__ = ["NorMuonRule"]
 
@@ -42,7 +43,7 @@ class NorMuonRule(MuonRule):
         """Muon's emission, with V beside it."""
         sent = super().emit(grads, state, hyper, frames)
         sides = [
-            (v.reshape(frame.shape[:2]),)
+            (widen(v).reshape(frame.shape[:2]),)
             for v, frame in zip(state["row_variance"], frames, strict=True)
         ]
         return sent._replace(sides=sides, carry=[v.shape for v in state["row_variance"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortho_func.algorithms.adamw import adamw_step
 from ortho_func.algorithms.lion import lion_step
+from ortho_func.algorithms.rule import check_state_dtypes
 from ortho_func.algorithms.transform import (
     Hyperparameter,
     Transform,
@@ -27,6 +29,7 @@ from ortho_func.primitives.scaling import widen
 __all__ = ["AdamWState", "LionState", "adamw", "lion"]
 
 Tensors = list[Tensor]
+First = Callable[[Tensor], Tensor]  # from a parameter to its state before the first step
 # From shards, their gradients, state by name and hyperparameters to updates and new state.
 Step = Callable[[Tensors, Tensors, list[Tensors], dict[str, Scalar]], tuple[Tensors, list[Tensors]]]
 
@@ -54,6 +57,8 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     cautious: bool = False,
+    momentum_dtype: torch.dtype | None = None,
+    variance_dtype: torch.dtype | None = None,
 ) -> Transform:
     """AdamW as a transform, for what is no matrix; the steps of ``torch.optim.AdamW``.
 
@@ -66,6 +71,8 @@ def adamw(
         betas: β₁ and β₂.
         eps: ε.
         cautious: decay only where update and parameter agree in sign.
+        momentum_dtype: dtype of m, None is the parameter's; computed in fp32 at least.
+        variance_dtype: dtype of v, likewise.
 
     Returns:
         A `Transform`; its state is an `AdamWState`. Leaves of any shape, DTensors included,
@@ -83,6 +90,7 @@ def adamw(
         [tensor([-0.1000,  0.1000])]
     """
     pair = _betas(betas)
+    check_state_dtypes(momentum_dtype, variance_dtype)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -97,7 +105,9 @@ def adamw(
         return updates, [counts, averages, squares]
 
     hyper = checked({"lr": lr, "weight_decay": weight_decay})
-    return _elementwise_transform(AdamWState, ("scalar", "param", "param"), step, hyper)
+    return _elementwise_transform(
+        AdamWState, [_count, _like(momentum_dtype), _like(variance_dtype)], step, hyper
+    )
 
 
 def lion(
@@ -106,6 +116,7 @@ def lion(
     *,
     betas: tuple[float, float] = (0.9, 0.99),
     cautious: bool = False,
+    momentum_dtype: torch.dtype | None = None,
 ) -> Transform:
     """Lion, the sign of an interpolated momentum, as a transform.
 
@@ -116,6 +127,7 @@ def lion(
         weight_decay: λ, likewise.
         betas: β₁ and β₂.
         cautious: decay only where update and parameter agree in sign.
+        momentum_dtype: dtype of M, None is the parameter's; computed in fp32 at least.
 
     Returns:
         A `Transform`; its state is a `LionState`. Leaves of any shape, DTensors included, need
@@ -133,6 +145,7 @@ def lion(
         [tensor([-0.1000,  0.1000])]
     """
     pair = _betas(betas)
+    check_state_dtypes(momentum_dtype, None)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -144,7 +157,7 @@ def lion(
         return updates, [momenta]
 
     hyper = checked({"lr": lr, "weight_decay": weight_decay})
-    return _elementwise_transform(LionState, ("param",), step, hyper)
+    return _elementwise_transform(LionState, [_like(momentum_dtype)], step, hyper)
 
 
 def _betas(betas: Sequence[float]) -> tuple[float, float]:
@@ -155,15 +168,15 @@ def _betas(betas: Sequence[float]) -> tuple[float, float]:
 
 def _elementwise_transform(
     kind: Callable[..., Any],
-    shapes: Sequence[str],
+    firsts: Sequence[First],
     step: Step,
     hyper: Mapping[str, Hyperparameter],
 ) -> Transform:
-    """A transform of an algorithm on shards: state of kind (steps, *trees)."""
+    """A transform of an algorithm on shards: state of kind (steps, *trees), begun by `firsts`."""
 
     def init(params: Tree) -> Any:
         leaves, spec = tree_flatten(params)
-        trees = [tree_unflatten([_zeros(x, shape) for x in leaves], spec) for shape in shapes]
+        trees = [tree_unflatten([first(x) for x in leaves], spec) for first in firsts]
         return kind(first_step(params), *trees)
 
     def update(
@@ -191,7 +204,9 @@ def _elementwise_transform(
     return Transform(init, update, frozenset(hyper))
 
 
-def _zeros(parameter: Tensor, shape: str) -> Tensor:
-    if shape == "scalar":
-        return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+def _count(parameter: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+
+
+def _like(dtype: torch.dtype | None) -> First:
+    return partial(torch.zeros_like, dtype=dtype, memory_format=torch.preserve_format)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ortho_func.factors import Held, Part
@@ -20,11 +21,46 @@ from ortho_func.primitives.momentum import Scalar
 from ortho_func.primitives.orthogonalize import Orthogonalizer, flops, get_orthogonalizer
 from ortho_func.primitives.scaling import Descent, lr_scale
 
-__all__ = ["Cost", "Emission", "Frame", "Hyper", "MatrixRule", "State", "Step"]
+__all__ = [
+    "Cost",
+    "Emission",
+    "Frame",
+    "Hyper",
+    "MatrixRule",
+    "State",
+    "Step",
+    "check_state_dtypes",
+    "state_dtype",
+]
 
 Hyper = Mapping[str, Scalar]
 Step = Descent | list[Tensor]
 State = dict[str, list[Tensor]]
+
+
+def state_dtype(
+    name: str, momentum_dtype: torch.dtype | None, variance_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype that was asked for state of this name, None for the default."""
+    if name in ("momentum_buffer", "exp_avg"):
+        return momentum_dtype
+    return variance_dtype if name in ("row_variance", "exp_avg_sq") else None
+
+
+def check_state_dtypes(
+    momentum_dtype: torch.dtype | None, variance_dtype: torch.dtype | None
+) -> None:
+    """Raise `ValueError` for a dtype that state cannot have."""
+    allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for name, dtype in (("momentum_dtype", momentum_dtype), ("variance_dtype", variance_dtype)):
+        if dtype is not None and dtype not in allowed:
+            names = ", ".join(str(one) for one in allowed)
+            raise ValueError(f"{name} must be None or one of {names}, got {dtype!r}.")
+    if variance_dtype == torch.float16:
+        raise ValueError(
+            "variance_dtype must not be torch.float16: squares of small gradients are zero there. "
+            "Take torch.bfloat16."
+        )
 
 
 class Frame(NamedTuple):
@@ -80,6 +116,8 @@ class MatrixRule:
     cautious: bool = False
     orthogonalizer: Any = field(default_factory=lambda: get_orthogonalizer("auto"))
     nonfinite: str = field(default="propagate", kw_only=True)
+    momentum_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    variance_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
@@ -105,6 +143,10 @@ class MatrixRule:
         """The shape scale of lr."""
         adjust = self.default_adjust if self.adjust_lr_fn is None else self.adjust_lr_fn
         return lr_scale(rows, cols, adjust)
+
+    def emitted(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what a parameter of this dtype sends, before it is rounded for the wire."""
+        return torch.promote_types(dtype, self.momentum_dtype or dtype)
 
     def for_cut(self, cut: str | None) -> MatrixRule:
         """The rule for parameters whose shards are cut along rows, columns or neither."""

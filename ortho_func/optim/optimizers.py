@@ -31,6 +31,8 @@ class Options(TypedDict, total=False):
     num_heads: int | None
     wire_dtype: torch.dtype
     compute_dtype: torch.dtype
+    momentum_dtype: torch.dtype | None
+    variance_dtype: torch.dtype | None
     process_group: Any
     bucket_bytes: int | None
     wire: Wire
@@ -70,6 +72,11 @@ class Muon(OrthogonalOptimizer):
         num_heads: as many equal row blocks that are matrices of their own.
         wire_dtype: dtype in which matrices travel between ranks.
         compute_dtype: dtype in which they are orthogonalized.
+        momentum_dtype: dtype of M, and of AdamW's and Lion's averages of gradients; None is the
+            parameter's. Sums are computed in float32 at least and rounded once.
+        variance_dtype: dtype of NorMuon's and Dion3's V (None: float32) and of AdamW's averages
+            of squares (None: the parameter's). In bfloat16 an average stands still once it is
+            within 2⁻⁹/(1 − β₂) of its goal, 4% at β₂ = 0.95 and everything at 0.999.
         process_group: for plain tensors that are replicated over it (DDP).
         bucket_bytes: bound on the matrices that a rank owns in a bucket (a larger one alone
             excepted); by default 64 MiB, on CPUs 8 MiB. With replicas (HSDP, DDP) a rank gets
@@ -116,6 +123,8 @@ class Muon(OrthogonalOptimizer):
         num_heads: int | None = None,
         wire_dtype: torch.dtype = torch.bfloat16,
         compute_dtype: torch.dtype = torch.bfloat16,
+        momentum_dtype: torch.dtype | None = None,
+        variance_dtype: torch.dtype | None = None,
         process_group: Any = None,
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
@@ -141,6 +150,8 @@ class Muon(OrthogonalOptimizer):
             num_heads=num_heads,
             wire_dtype=wire_dtype,
             compute_dtype=compute_dtype,
+            momentum_dtype=momentum_dtype,
+            variance_dtype=variance_dtype,
             process_group=process_group,
             bucket_bytes=bucket_bytes,
             wire=wire,

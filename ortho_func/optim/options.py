@@ -15,7 +15,7 @@ from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.elementwise import AdamWRule, ElementRule, LionRule
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
-from ortho_func.algorithms.rule import MatrixRule
+from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
 from ortho_func.geometry import Reading
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
@@ -65,6 +65,8 @@ DEFAULTS: dict[str, Any] = {
     "num_heads": None,
     "wire_dtype": torch.bfloat16,
     "compute_dtype": torch.bfloat16,
+    "momentum_dtype": None,
+    "variance_dtype": None,
 }
 
 # name -> (lowest, whether it may be reached, highest, whether it may be reached)
@@ -112,6 +114,7 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
         raise ValueError(f"betas must be two numbers, got {group['betas']!r}.")
     for beta in group["betas"]:
         _check_number("betas", beta, _RANGES["beta2"])
+    check_state_dtypes(group.get("momentum_dtype"), group.get("variance_dtype"))
     if algorithm in MATRIX_ALGORITHMS:
         _check_matrix_options(group)
     seen: dict[int, str] = {}
@@ -220,7 +223,13 @@ def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
     """The rule of a group that holds no matrices."""
     kind = ELEMENT_ALGORITHMS[group["algorithm"]]
     first, second = group["betas"]
-    return kind((float(first), float(second)), float(group["adam_eps"]), group["cautious"])
+    return kind(
+        (float(first), float(second)),
+        float(group["adam_eps"]),
+        group["cautious"],
+        group.get("momentum_dtype"),
+        group.get("variance_dtype"),
+    )
 
 
 def reading_of(group: Mapping[str, Any]) -> Reading:
@@ -235,6 +244,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
         "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads", "fraction",
         "selection", "rank_fraction", "betas", "adam_eps",
+        "momentum_dtype", "variance_dtype",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)

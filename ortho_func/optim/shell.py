@@ -17,6 +17,7 @@ from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.legs import Leg, plan_for
 from ortho_func.algorithms.matrixwise import first_state
 from ortho_func.algorithms.program import Program, Spot, bind, matrix_step, one_device
+from ortho_func.algorithms.rule import state_dtype
 from ortho_func.geometry import (
     aligned,
     check_process_group,
@@ -47,7 +48,7 @@ from ortho_func.primitives.scaling import Descent, descend_
 __all__ = ["OrthogonalOptimizer"]
 
 # Set in code, not by a checkpoint: callables and dtypes are saved as text, and never loaded.
-_AS_TEXT = ("orthogonalizer", "wire_dtype", "compute_dtype")
+_AS_TEXT = ("orthogonalizer", "wire_dtype", "compute_dtype", "momentum_dtype", "variance_dtype")
 _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
 # What all ranks must say alike; the scalars may change at any time and are not compared.
 _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALARS)
@@ -295,6 +296,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                 for name, make in _first_states(group).items():
                     if name not in self.state[p]:
                         self.state[p][name] = make(p)
+                    asked = _asked_dtype(group, name)
+                    if asked not in (None, self.state[p][name].dtype):  # changed since
+                        self.state[p][name] = self.state[p][name].to(asked)
 
     @property
     def plan(self) -> Plan | None:
@@ -503,15 +507,20 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 def _first_states(group: dict[str, Any]) -> dict[str, Callable[[Tensor], Tensor]]:
     """By name, how to make the state of a group's parameters before the first step."""
     if group["algorithm"] in ELEMENT_ALGORITHMS:
-        return {name: partial(_zeros, kind) for name, kind in element_rule_of(group).state.items()}
+        state = element_rule_of(group).state
+        return {n: partial(_zeros, kind, _asked_dtype(group, n)) for n, kind in state.items()}
     rule, reading = rule_of(group), reading_of(group)
     return {name: partial(first_state, rule, name, reading=reading) for name in rule.state}
 
 
-def _zeros(kind: str, parameter: Tensor) -> Tensor:
+def _asked_dtype(group: dict[str, Any], name: str) -> torch.dtype | None:
+    return state_dtype(name, group.get("momentum_dtype"), group.get("variance_dtype"))
+
+
+def _zeros(kind: str, dtype: torch.dtype | None, parameter: Tensor) -> Tensor:
     if kind == "scalar":
         return torch.zeros((), dtype=torch.float32, device=local(parameter).device)
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

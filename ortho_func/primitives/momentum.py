@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ortho_func.primitives import foreach
@@ -26,27 +27,56 @@ def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list
 
 
 def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
-    """Exponential moving average, M ← βM + (1 − β)G, in M's dtype.
+    """Exponential moving average, M ← βM + (1 − β)G, rounded once to M's dtype.
 
     Example:
         >>> import torch
         >>> ema([torch.zeros(2)], [torch.ones(2)], 0.9)[0]
         tensor([0.1000, 0.1000])
     """
-    if not momenta:
-        return []
-    return lerp(momenta, cast_like(grads, momenta), 1 - beta)
+    return cast_like(_between(momenta, grads, 1 - beta), momenta)
 
 
 def nesterov(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
-    """Look ahead, B = (1 − β)G + βM, in M's dtype; M is the momentum after this step's `ema`."""
-    if not momenta:
-        return []
-    return lerp(cast_like(grads, momenta), momenta, beta)
+    """Look ahead, B = (1 − β)G + βM, rounded once to the wider dtype of M and G.
+
+    M is the momentum after this step's `ema`, as it is stored.
+    """
+    ahead = _between(grads, momenta, beta)
+    return _cast(ahead, _joint_dtypes(momenta, grads))
 
 
-def heavy_ball(momenta: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Accumulation, M ← M + G, in M's dtype; decay happens elsewhere (error feedback)."""
+def heavy_ball(
+    momenta: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Accumulation, M + G; decay happens elsewhere (error feedback).
+
+    Returns:
+        The sums in fp32 at least, to be decayed and then rounded once to M's dtype; and in the
+        wider dtype of M and G, to be compared and sent.
+    """
     if not momenta:
+        return [], []
+    joint = _joint_dtypes(momenta, grads)
+    wide = [torch.promote_types(dtype, torch.float32) for dtype in joint]
+    sums = foreach.add(_cast(momenta, wide), _cast(grads, wide))
+    return sums, _cast(sums, joint)
+
+
+def _between(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
+    """Interpolation without rounding on the way: in fp32 at least, or by kernels that do so."""
+    if not start:
         return []
-    return foreach.add(momenta, cast_like(grads, momenta))
+    same = all(x.dtype == y.dtype for x, y in zip(start, end, strict=True))
+    if same and not isinstance(weight, Tensor):
+        return lerp(start, end, weight)
+    wide = [torch.promote_types(dtype, torch.float32) for dtype in _joint_dtypes(start, end)]
+    return lerp(_cast(start, wide), _cast(end, wide), weight)
+
+
+def _joint_dtypes(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[torch.dtype]:
+    return [torch.promote_types(x.dtype, y.dtype) for x, y in zip(left, right, strict=True)]
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    return [x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]

@@ -36,8 +36,11 @@ _BOUND_ZERO = 0.3
 # early steps overshoot to singular values just below two (arXiv 2505.16932, section 3).
 _EARLY_CENTRE = 1.8
 
-# Long over short side from which the Gram iteration does less arithmetic (see `flops`).
-_GRAM_RATIO = 2.0
+# What an operation on the short side alone costs beside one on the long side: such products run
+# below full speed, and each brings passes over its operands, which cost as much as this many
+# operations an element. Fitted to float32 and float64 by benchmarks/choice.py.
+_SHORT_PRICE = 1.26
+_PASS_PRICE = {torch.bfloat16: 64.0, torch.float32: 64.0, torch.float64: 32.0}
 
 
 def newton_schulz(
@@ -47,12 +50,17 @@ def newton_schulz(
     steps: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Orthogonalize by a composition of odd quintics: ``X <- aX + (bA + cA^2)X``, ``A = XX^T``.
+    """Orthogonalize by a composition of odd polynomials: ``X <- aX + (bA + cA^2)X``, ``A = XX^T``.
 
     ``x`` is ``[..., R, C]``, floating; the result has its shape and dtype. ``compute_dtype=None``
-    computes in bfloat16, except float64 input, which stays float64. A schedule for the Frobenius
-    norm is applied as published; one for the Schatten-8 norm is scaled by a bound that the first
-    step's ``A`` and ``A^2`` yield.
+    computes in bfloat16, except float64 input, which stays float64. ``schedule`` is a name,
+    a `Schedule`, or the steps: cubics ``(a, b)``, quintics ``(a, b, c)``, or degree nine.
+
+    A schedule for the Frobenius norm is applied as published; one for the Schatten-8 norm is scaled
+    by a bound that the first step's ``A`` and ``A^2`` yield. ``"turbo_muon"`` scales almost
+    orthogonally: ``X <- DX`` with ``D_i = (sum_j |A_ij|)^(-1/2)`` over rows of the short side
+    (rows, of a square). No singular value of ``DX`` is above one. But the result is the polar
+    factor of ``DX``, not of ``X``, and of a square matrix it depends on which side is called rows.
 
     Raises ``ValueError`` for fewer than two dims, an unknown schedule or another compute dtype,
     ``TypeError`` for a dtype that isn't real floating point.
@@ -60,7 +68,8 @@ def newton_schulz(
     >>> newton_schulz(torch.ones(1, 16), schedule="jordan", compute_dtype=torch.float32)[0, 0]
     tensor(0.1741)
 
-    Sources: https://kellerjordan.github.io/posts/muon/, arXiv 2505.16932.
+    Sources: https://kellerjordan.github.io/posts/muon/, arXiv 2505.16932; almost-orthogonal
+    scaling: arXiv 2208.03160, arXiv 2512.04632.
     """
     made = find_schedule(schedule, steps)
     dtype = _compute_dtype(x, compute_dtype)
@@ -82,8 +91,9 @@ def gram_newton_schulz(
 
     The same polynomials as `newton_schulz` with ``q = aI + bA + cA^2``, but the long side is
     touched only at the start, at each restart and at the end. ``restarts`` are the step numbers
-    before which ``X <- WX`` is formed and ``A`` computed anew; the default keeps each compute dtype
-    stable. The small matrices are float32, or float64 for float64, whatever ``compute_dtype`` says.
+    before which ``X <- WX`` is formed and ``A`` computed anew; the default keeps float32 stable.
+    With bfloat16 as compute dtype the input is rounded to it and all the rest is float32: products
+    of bfloat16 amplify its rounding until singular values leave the interval of the steps.
 
     Shapes, dtypes and errors are those of `newton_schulz`; ``ValueError`` too for a restart
     outside ``1 .. steps - 1``.
@@ -94,11 +104,11 @@ def gram_newton_schulz(
     """
     made = find_schedule(schedule, steps)
     dtype = _compute_dtype(x, compute_dtype)
-    cuts = _checked_restarts(restarts, len(made.steps), dtype)
+    cuts = _checked_restarts(restarts, len(made.steps))
     if x.numel() == 0:
         return x.clone()
     x_BMN, restore = _prepared(x, dtype)
-    return restore(_gram_iterate(x_BMN, made, cuts))
+    return restore(_gram_iterate(x_BMN.to(_wide(dtype)), made, cuts))
 
 
 def polar_svd(x: Tensor) -> Tensor:
@@ -147,9 +157,10 @@ def orthogonalize(
 ) -> Tensor:
     """Orthogonalize ``[..., R, C]`` by a method's name, chosen by shape and compute dtype alone.
 
-    ``"auto"`` normalizes a single row or column exactly, takes `gram_newton_schulz` where it does
-    less arithmetic and the compute dtype is float32 or float64, and `newton_schulz` elsewhere.
-    Other names: ``"newton_schulz"``, ``"gram_newton_schulz"``, ``"svd"`` and the schedules'.
+    ``"auto"`` normalizes a single row or column exactly, takes `gram_newton_schulz` where `cost`
+    says that it is cheaper and the compute dtype is float32 or float64, and `newton_schulz`
+    elsewhere. Other names: ``"newton_schulz"``, ``"gram_newton_schulz"``, ``"svd"`` (the exact
+    polar factor, slow) and the schedules'.
 
     Raises ``ValueError`` for an unknown name; see `newton_schulz` for the rest.
 
@@ -159,7 +170,7 @@ def orthogonalize(
     _check_method(method)
     dtype = _compute_dtype(x, compute_dtype)
     if method == "auto":
-        method = _auto(x.shape[-2], x.shape[-1], dtype)
+        method = _auto(x.shape[-2], x.shape[-1], steps, dtype)
     if method == "vector":
         return normalize_vector(x)
     if method == "svd":
@@ -233,7 +244,7 @@ def flops(
 ) -> int:
     """Floating-point operations that one matrix of this shape takes, a multiply-add counting two.
 
-    ``compute_dtype`` matters to ``"auto"`` and ``"gram_newton_schulz"``; None counts as bfloat16.
+    ``compute_dtype`` matters to ``"auto"``; None counts as bfloat16.
     Raises ``ValueError`` for an unknown method or a number of steps its schedule doesn't offer.
 
     >>> flops(2, 3, method="jordan", steps=1)
@@ -241,28 +252,63 @@ def flops(
     """
     _check_method(method)
     _check_compute_dtype(compute_dtype)
+    return sum(_work(rows, cols, method, steps, compute_dtype or torch.bfloat16))
+
+
+def cost(
+    rows: int,
+    cols: int,
+    *,
+    method: str = "auto",
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> float:
+    """What one matrix of this shape takes, in operations at the long side's speed: a model of time.
+
+    Like `flops`, with what is done on the short side alone at its price, ``1.26 + 32 / min(R, C)``
+    (in float64, where products are slower, ``1.26 + 16 / min(R, C)``). It compares methods of one
+    compute dtype, and ``"auto"`` takes the cheapest of those that are safe and fast in it;
+    benchmarks/choice.py holds the model against measurement.
+
+    >>> cost(512, 512, method="gram_newton_schulz") > cost(512, 512, method="newton_schulz")
+    True
+    """
+    _check_method(method)
+    _check_compute_dtype(compute_dtype)
     dtype = compute_dtype or torch.bfloat16
+    along, short = _work(rows, cols, method, steps, dtype)
+    # A product of M x M is 2M operations an element.
+    return along + short * (_SHORT_PRICE + _PASS_PRICE[dtype] / (2 * max(1, min(rows, cols))))
+
+
+def _work(
+    rows: int, cols: int, method: str, steps: int | None, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Operations that touch the long side, and those on the short side alone."""
     short, long = min(rows, cols), max(rows, cols)
     if method == "auto":
-        method = _auto(rows, cols, dtype)
+        method = _auto(rows, cols, steps, dtype)
     if method == "vector":
-        return 3 * long
+        return 3 * long, 0
     if method == "svd":
         # Golub and Van Loan, Matrix Computations, 4th ed., figure 8.6.1 (R-SVD).
-        return 6 * long * short**2 + 20 * short**3
+        return 6 * long * short**2, 20 * short**3
     made = find_schedule(_schedule_name(method), steps)
-    squares, count = sum(map(_square_products, made.steps)), len(made.steps)
-    segments = count
+    squares = [_square_products(step) for step in made.steps]
+    touching = len(squares)  # steps that touch the long side
+    if made.scale == "schatten8":
+        squares[0] = max(squares[0], 1)  # the bound takes A^2
     if method == "gram_newton_schulz":
+        starts = (0, *_default_restarts(len(squares)))
+        touching = len(starts)
         # After a segment's first step, each one multiplies W by q and A by q from both sides.
-        segments = len(_default_restarts(count, dtype)) + 1
-        squares += 3 * (count - segments)
-    return segments * 4 * short**2 * long + squares * 2 * short**3
+        squares = [max(n, 1) if k in starts else n + 3 for k, n in enumerate(squares)]
+    return touching * 4 * short**2 * long, sum(squares) * 2 * short**3
 
 
 def _square_products(step: Step) -> int:
     """Products of the short side alone that a step's factor takes, the square included."""
-    return 1 if len(step) == 3 else 2
+    return {2: 0, 3: 1, 5: 2}[len(step)]
 
 
 # --- choices -----------------------------------------------------------------------------------
@@ -277,14 +323,15 @@ def _check_method(method: str) -> None:
         raise ValueError(f"unknown orthogonalizer {method!r}: expected one of {', '.join(METHODS)}")
 
 
-def _auto(rows: int, cols: int, dtype: torch.dtype) -> str:
-    short, long = min(rows, cols), max(rows, cols)
-    if short == 1:
+def _auto(rows: int, cols: int, steps: int | None, dtype: torch.dtype) -> str:
+    if min(rows, cols) == 1:
         return "vector"
-    # The Gram iteration's small side is float32 even in bfloat16, which costs more than it saves.
-    if dtype != torch.bfloat16 and long >= _GRAM_RATIO * short:
-        return "gram_newton_schulz"
-    return "newton_schulz"
+    # The Gram iteration computes in float32 even for bfloat16, which costs more than it saves.
+    if dtype == torch.bfloat16:
+        return "newton_schulz"
+    names = ("newton_schulz", "gram_newton_schulz")
+    prices = [cost(rows, cols, method=name, steps=steps, compute_dtype=dtype) for name in names]
+    return names[prices.index(min(prices))]
 
 
 def _check_input(x: Tensor) -> None:
@@ -393,10 +440,12 @@ def _combined(a_BMM: Tensor, a2_BMM: Tensor, p: float, q: float) -> tuple[Tensor
 
 
 def _factor(a_BMM: Tensor, a2_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
-    """``bA + cA^2``, or ``bA + cA^2 + A^2(dA + eA^2)``, as a matrix and a weight.
+    """``bA``, ``bA + cA^2``, or ``bA + cA^2 + A^2(dA + eA^2)``, as a matrix and a weight.
 
     That is a step's polynomial in A without its constant term.
     """
+    if len(step) == 2:
+        return a_BMM, step[1]
     low, weight = _combined(a_BMM, a2_BMM, step[1], step[2])
     if len(step) == 3:
         return low, weight
@@ -406,6 +455,8 @@ def _factor(a_BMM: Tensor, a2_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
 
 def _factor_of(a_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
     """`_factor` from A alone; for a quintic the square is fused in."""
+    if len(step) == 2:
+        return a_BMM, step[1]
     if len(step) == 3:
         return _plus_product(a_BMM, a_BMM, a_BMM, beta=step[1], alpha=step[2]), 1.0
     return _factor(a_BMM, _product(a_BMM, a_BMM), step)
@@ -428,9 +479,10 @@ def _shifted(a_BMM: Tensor, centre: float) -> Tensor:
     return a_BMM
 
 
-def _apply_step(x_BMN: Tensor, step: Step, centre: float) -> Tensor:
+def _apply_step(x_BMN: Tensor, step: Step, centre: float, gram: Tensor | None = None) -> Tensor:
     """``X <- p(XX^T) X`` for one step."""
-    gram = _product(x_BMN, x_BMN.mT)
+    if gram is None:
+        gram = _product(x_BMN, x_BMN.mT)
     if len(step) > 3:
         # Around its centre a polynomial of degree nine has small coefficients, so that rounding A
         # hurts little: around zero they are many times the result, fatal in bfloat16.
@@ -445,6 +497,9 @@ def _iterate(x_BMN: Tensor, made: Schedule) -> Tensor:
     first, *rest = made.steps
     if made.scale == "schatten8":
         x_BMN = _bounded_step(x_BMN, first)
+    elif made.scale == "aol":
+        x_BMN, gram = _aol_scaled(x_BMN, _product(x_BMN, x_BMN.mT))
+        x_BMN = _apply_step(x_BMN, first, _EARLY_CENTRE, gram)
     else:
         x_BMN = _apply_step(_frobenius_scaled(x_BMN), first, _EARLY_CENTRE)
     for step in rest[:-1]:
@@ -456,6 +511,13 @@ def _iterate(x_BMN: Tensor, made: Schedule) -> Tensor:
 
 def _frobenius_scaled(x_BMN: Tensor) -> Tensor:
     return x_BMN / _nonzero(_norm(x_BMN))
+
+
+def _aol_scaled(x_BMN: Tensor, gram_BMM: Tensor) -> tuple[Tensor, Tensor]:
+    """``DX`` and its Gram matrix, ``D_i = (sum_j |A_ij|)^(-1/2)``: no singular value above one."""
+    sums = gram_BMM.abs().sum(dim=-1, keepdim=True, dtype=_wide(gram_BMM.dtype))
+    scale = _nonzero(sums).rsqrt()
+    return (x_BMN * scale).to(x_BMN.dtype), (gram_BMM * scale * scale.mT).to(gram_BMM.dtype)
 
 
 def _bounded_step(x_BMN: Tensor, step: Step) -> Tensor:
@@ -482,15 +544,16 @@ def _gram_iterate(x_BMN: Tensor, made: Schedule, cuts: tuple[int, ...]) -> Tenso
     if made.scale == "frobenius":
         x_BMN = _frobenius_scaled(x_BMN)
     for start, stop in pairwise((0, *cuts, len(made.steps))):
-        wide = x_BMN.to(_wide(x_BMN.dtype))
-        gram = _product(wide, wide.mT)
+        gram = _product(x_BMN, x_BMN.mT)
+        if start == 0 and made.scale == "aol":
+            x_BMN, gram = _aol_scaled(x_BMN, gram)
         square = _product(gram, gram)
         if start == 0 and made.scale == "schatten8":
             shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
-            x_BMN = (wide * shrink.sqrt()).to(x_BMN.dtype)
+            x_BMN = x_BMN * shrink.sqrt()
             gram, square = gram * shrink, square * shrink * shrink
         factor, shift = _gram_segment(gram, square, made.steps[start:stop])
-        x_BMN = _plus_product(x_BMN, factor.to(x_BMN.dtype), x_BMN, beta=shift)
+        x_BMN = _plus_product(x_BMN, factor, x_BMN, beta=shift)
     return x_BMN
 
 
@@ -515,20 +578,15 @@ def _gram_segment(a_BMM: Tensor, a2_BMM: Tensor, steps: Sequence[Step]) -> tuple
     return w, shift
 
 
-def _default_restarts(steps: int, dtype: torch.dtype) -> tuple[int, ...]:
+def _default_restarts(steps: int) -> tuple[int, ...]:
     """Where a Gram iteration restarts by itself; the search is in docs/numerics.md."""
-    if dtype == torch.bfloat16:
-        # W is rounded when applied: a segment may amplify little, and the last one is short.
-        return tuple(range(2, steps))
     # A segment multiplies the error in A by its slope at zero squared: 2e5 in four steps.
     return tuple(range(4, steps, 4))
 
 
-def _checked_restarts(
-    restarts: Sequence[int] | None, steps: int, dtype: torch.dtype
-) -> tuple[int, ...]:
+def _checked_restarts(restarts: Sequence[int] | None, steps: int) -> tuple[int, ...]:
     if restarts is None:
-        return _default_restarts(steps, dtype)
+        return _default_restarts(steps)
     cuts = tuple(sorted(set(restarts)))
     if any(not 0 < cut < steps for cut in cuts):
         raise ValueError(f"restarts must be in 1 .. {steps - 1}, got {tuple(restarts)}")
