@@ -520,9 +520,7 @@ def replica_groups(tensor: Tensor, process_group: ProcessGroup | None) -> list[A
 
 def check_process_group(process_group: Any) -> None:
     """Raise `TypeError` for what is no process group."""
-    if process_group is None or (
-        HAS_DISTRIBUTED and isinstance(process_group, dist.ProcessGroup)
-    ):
+    if process_group is None or (HAS_DISTRIBUTED and isinstance(process_group, dist.ProcessGroup)):
         return
     kind = type(process_group).__name__
     raise TypeError(

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from ortho_func.primitives.packing import concatenate, decode, encode
+from ortho_func.primitives.packing import concatenate, decode, encode, views
 from ortho_func.primitives.padding import narrow, pad_to_max
 from ortho_func.routing import Batch, Entry, Route, Run
 
@@ -28,13 +28,15 @@ def load(route: Route, shards: Sequence[Tensor], sides: Sequence[Sequence[Tensor
 
     Args:
         route: where everything goes.
-        shards: by entry, [stack, rows, cols].
+        shards: by entry, [stack, rows, cols] or anything that can be reshaped to it.
         sides: by entry, its side vectors, [stack, values], fp32.
     """
     dtype = route.bucket.wire_dtype
     if route.pack_order is not None:
         parts = [_wire_part(route, run, shards, sides) for run in route.pack_order]
-        return concatenate(parts) if parts else torch.zeros(0, dtype=dtype, device=_device(shards))
+        if not parts:
+            return torch.zeros(0, dtype=dtype, device=_device(shards))
+        return concatenate(parts, dtype=dtype)
     return _load_by_tables(route, shards, sides)
 
 
@@ -46,14 +48,16 @@ def _wire_part(
         return torch.zeros(run.filler, dtype=dtype, device=_device(shards))
     entry = route.entries[run.entry]
     if run.side < 0:
-        return _padded(entry, shards[run.entry]).reshape(-1).to(dtype)
+        return _padded(entry, shards[run.entry])
     return encode(_padded_side(entry, run.side, sides[run.entry][run.side]), dtype)
 
 
 def _padded(entry: Entry, shard: Tensor) -> Tensor:
+    if entry.shape == entry.padded:
+        return shard
     if shard.numel() == 0:
         return shard.new_zeros(entry.padded)
-    return pad_to_max(shard, entry.padded)
+    return pad_to_max(shard.reshape(entry.shape), entry.padded)
 
 
 def _padded_side(entry: Entry, side: int, values: Tensor) -> Tensor:
@@ -68,13 +72,13 @@ def _load_by_tables(
     dtype, tables = route.bucket.wire_dtype, route.tables
     assert tables.pack is not None
     parts = [
-        _padded(entry, shard).reshape(-1)
+        _padded(entry, shard)
         for entry, shard in zip(route.entries, shards, strict=True)
         if math.prod(entry.padded)
     ]
     if not parts:
         return torch.zeros(0, dtype=dtype, device=_device(shards))
-    flat = concatenate(parts).to(dtype)
+    flat = concatenate(parts, dtype=dtype)
     if tables.pack_sides is not None:
         values = concatenate(
             [
@@ -205,7 +209,7 @@ def disassemble(route: Route, results: Sequence[Sided]) -> Tensor:
         return _disassemble_dense(route, results)
     dtype, tables = route.bucket.wire_dtype, route.tables
     assert tables.disassemble is not None
-    flat = concatenate([whole.reshape(-1).to(dtype) for whole, _ in results])
+    flat = concatenate([whole.reshape(-1) for whole, _ in results], dtype=dtype)
     if tables.disassemble_sides is not None:
         values = concatenate([side.reshape(-1).float() for _, sides in results for side in sides])
         picked = values.index_select(0, tables.disassemble_sides)
@@ -268,7 +272,7 @@ def unload(route: Route, home: Tensor, *, dtype: torch.dtype) -> list[tuple[Tens
     tables = route.tables
     assert tables.unpack is not None
     flat = home.reshape(-1, route.unit).index_select(0, tables.unpack).reshape(-1).to(dtype)
-    mains = flat.split([math.prod(entry.padded) for entry in route.entries])
+    mains = views(flat, [entry.padded for entry in route.entries])
     sides: list[list[Tensor]] = [[] for _ in route.entries]
     if tables.unpack_sides is not None:
         values = _picked(home, tables.unpack_sides, route.width)
@@ -279,7 +283,7 @@ def unload(route: Route, home: Tensor, *, dtype: torch.dtype) -> list[tuple[Tens
             for entry in route.entries
         ]
     return [
-        (narrow(main.reshape(entry.padded), entry.shape), side)
+        (narrow(main, entry.shape), side)
         for entry, main, side in zip(route.entries, mains, sides, strict=True)
     ]
 
@@ -292,27 +296,35 @@ def _unload_in_order(
     route: Route, home: Tensor, dtype: torch.dtype
 ) -> list[tuple[Tensor, list[Tensor]]]:
     assert route.unpack_order is not None
-    sizes = [
-        run.filler
-        if run.entry < 0
-        else math.prod(route.entries[run.entry].padded)
-        if run.side < 0
-        else math.prod(route.entries[run.entry].padded_sides[run.side]) * route.width
-        for run in route.unpack_order
-    ]
+    shapes = [_shape_on_wire(route, run) for run in route.unpack_order]
     whole = home.to(dtype)
-    mains = dict(zip(route.unpack_order, whole.split(sizes), strict=True))
-    raw = dict(zip(route.unpack_order, home.split(sizes), strict=True))
+    mains: dict[int, Tensor] = {}
+    codes: dict[tuple[int, int], Tensor] = {}
+    # Matrices are read in `dtype`, side vectors as they are coded.
+    for run, main in zip(route.unpack_order, views(whole, shapes), strict=True):
+        if run.side < 0:
+            mains[run.entry] = main
+    if any(run.side >= 0 for run in route.unpack_order):
+        for run, code in zip(route.unpack_order, views(home, shapes), strict=True):
+            codes[run.entry, run.side] = code
     found = []
     for number, entry in enumerate(route.entries):
-        if Run(number, -1) not in mains:  # this rank has no part of it
+        if number not in mains:  # this rank has no part of it
             zeros = whole.new_zeros(entry.shape)
             found.append((zeros, [zeros.new_zeros(shape) for shape in entry.sides]))
             continue
         sides = [
-            _unpadded(entry, side, decode(raw[Run(number, side)]))
-            for side in range(len(entry.sides))
+            _unpadded(entry, side, decode(codes[number, side])) for side in range(len(entry.sides))
         ]
-        shard = mains[Run(number, -1)].reshape(entry.padded)
-        found.append((narrow(shard, entry.shape), sides))
+        main = mains[number]
+        found.append((main if entry.shape == entry.padded else narrow(main, entry.shape), sides))
     return found
+
+
+def _shape_on_wire(route: Route, run: Run) -> tuple[int, ...]:
+    if run.entry < 0:
+        return (run.filler,)
+    entry = route.entries[run.entry]
+    if run.side < 0:
+        return entry.padded
+    return (math.prod(entry.padded_sides[run.side]) * route.width,)

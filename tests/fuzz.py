@@ -416,9 +416,7 @@ def _silenced(state: Mapping[str, Any], gone: Tensor) -> dict[str, Tensor]:
     return {"momentum_buffer": state["momentum_buffer"].masked_fill(gone, 0)}
 
 
-def _absent(
-    case: Case, weight: Weight, step: int, found: Sequence[Mapping[str, Held]]
-) -> Tensor:
+def _absent(case: Case, weight: Weight, step: int, found: Sequence[Mapping[str, Held]]) -> Tensor:
     """Which elements of a parameter have no gradient in a step."""
     gone = torch.zeros(math.prod(weight.shape), dtype=torch.bool)
     if weight.frozen:
@@ -531,8 +529,8 @@ def fuzz(seeds: Iterable[int], *, patience: float = math.inf) -> list[str]:
 def fuzz_plans(count: int) -> None:
     """Draw plans and simulate every rank of each; a failure prints its example."""
     from hypothesis import given, settings
-    from test_wire import EXAMPLES, Plan, check_round_trip, plans
     from hypothesis import strategies as st
+    from test_wire import EXAMPLES, Plan, check_round_trip, plans
 
     def one(made: Plan, seed: int) -> None:
         torch.manual_seed(seed)

@@ -168,9 +168,7 @@ def cut_stack(rank: int, world: int, algorithm: str) -> float:
     }
     gradients = [whole_tensors({"w": shape}, 1 + n) for n in range(3)]
     reading = Reading(flatten=False)
-    made = plan(
-        params, bucket_bytes=64, wire_dtype=torch.float32, readings=lambda name, x: reading
-    )
+    made = plan(params, bucket_bytes=64, wire_dtype=torch.float32, readings=lambda name, x: reading)
     options = {**WHOLE[algorithm][2], **HYPER, **exact(algorithm)}
     tx = getattr(ortho_func, algorithm)(plan=made, **options)
     state, found = tx.init(params), params
@@ -461,7 +459,7 @@ def test_state_that_lacks_something_is_refused(
     saved = copy.deepcopy(optimizer.state_dict())
     before = copy.deepcopy(saved)
     change(saved)
-    with pytest.raises(ValueError, match="the state to load has no .* for (gate|up)"):
+    with pytest.raises(ValueError, match=r"the state to load has no .* for (gate|up)"):
         optimizer.load_state_dict(saved)
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
     optimizer.load_state_dict(before)

@@ -74,16 +74,24 @@ def skipping(
             for name, p in parameters.items():
                 p.grad = scatter_like(step[name], p)
             if number == 1:
-                before = {k: gather(t).clone() for k, t in everything(optimizer, parameters["bad"]).items()}
+                before = {
+                    k: gather(t).clone()
+                    for k, t in everything(optimizer, parameters["bad"]).items()
+                }
             optimizer.step()
             if number == 1:
-                after = {k: gather(t).clone() for k, t in everything(optimizer, parameters["bad"]).items()}
+                after = {
+                    k: gather(t).clone()
+                    for k, t in everything(optimizer, parameters["bad"]).items()
+                }
         results.append((before, after, {n: gather(p).clone() for n, p in parameters.items()}))
     (_, right, end), *found = results
     same, error = True, 0.0
     for before, after, last in found:
         for key, kept in before.items():
-            same &= torch.equal(after[key][_rows(skipped, key, own)], kept[_rows(skipped, key, own)])
+            same &= torch.equal(
+                after[key][_rows(skipped, key, own)], kept[_rows(skipped, key, own)]
+            )
         error = max(error, relative_error(last["good"], end["good"]))
         if skipped:  # the other matrices of the same parameter have moved
             rest = torch.ones(shape, dtype=torch.bool)

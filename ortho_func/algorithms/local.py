@@ -163,7 +163,7 @@ def _whole(
     matrices: list[Tensor] = []
     block_sides: list[tuple[Tensor, ...]] = []
     for shard, found, frame in zip(shards, sides, frames, strict=True):
-        matrices += shard.split(frame.blocks, dim=-2)
+        matrices += shard.reshape(frame.sent).split(frame.blocks, dim=-2)
         cut = [side.split(_extents(frame, n), dim=-1) for n, side in enumerate(found)]
         block_sides += zip(*cut, strict=True) if cut else [()] * len(frame.blocks)
     done = iter(in_batches(lambda x, s: rule.whole(x, s, hyper), matrices, block_sides))

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State
-from ortho_func.primitives.momentum import ema, nesterov
+from ortho_func.primitives.momentum import ema, ema_, nesterov
 
 __all__ = ["MuonRule"]
 
@@ -33,6 +33,24 @@ class MuonRule(MatrixRule):
     ) -> Emission:
         """The momentum, or with Nesterov the look-ahead."""
         momenta = ema(state["momentum_buffer"], grads, hyper["momentum"])
+        sent = self._ahead(momenta, grads, state, hyper, frames)
+        return sent._replace(state={"momentum_buffer": momenta})
+
+    def emit_(
+        self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
+    ) -> Emission:
+        """The same, with the momentum updated in place."""
+        ema_(state["momentum_buffer"], grads, hyper["momentum"])
+        return self._ahead(state["momentum_buffer"], grads, state, hyper, frames)
+
+    def _ahead(
+        self,
+        momenta: list[Tensor],
+        grads: list[Tensor],
+        state: State,
+        hyper: Hyper,
+        frames: Sequence[Frame],
+    ) -> Emission:
+        """What travels, once the momentum is this step's."""
         ahead = nesterov(momenta, grads, hyper["momentum"]) if self.nesterov else momenta
-        shards = [b.reshape(frame.sent) for b, frame in zip(ahead, frames, strict=True)]
-        return Emission(shards, [()] * len(shards), None, {"momentum_buffer": momenta})
+        return Emission(ahead, [()] * len(ahead), None, {})

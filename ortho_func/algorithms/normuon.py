@@ -37,11 +37,16 @@ class NorMuonRule(MuonRule):
     told: ClassVar[Mapping[int, str]] = {0: "row_variance"}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
 
-    def emit(
-        self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
+    def _ahead(
+        self,
+        momenta: list[Tensor],
+        grads: list[Tensor],
+        state: State,
+        hyper: Hyper,
+        frames: Sequence[Frame],
     ) -> Emission:
-        """Muon's emission, with V beside it."""
-        sent = super().emit(grads, state, hyper, frames)
+        """What Muon sends, with V beside it."""
+        sent = super()._ahead(momenta, grads, state, hyper, frames)
         sides = [
             (widen(v).reshape(frame.shape[:2]),)
             for v, frame in zip(state["row_variance"], frames, strict=True)

@@ -39,7 +39,12 @@ class Spot(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where a step's results go, a few spots at a time."""
+    """Where a step's results go, a few spots at a time.
+
+    `in_place` says that new state replaces the old, so that rules may write it themselves.
+    """
+
+    in_place: bool
 
     def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         """New state of these spots."""
@@ -397,8 +402,10 @@ class _Active:
                 _slice(_in_order(carried[subject.before]), entry)
                 for entry, subject in zip(self.entries, self.subjects, strict=True)
             ]
-        sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
         masks = self.masks
+        if masks is None and self.sink.in_place:
+            return self.rule.emit_(self.grads(), {**old, **extra}, self.hyper, self.frames)
+        sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
         if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)

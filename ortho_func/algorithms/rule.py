@@ -17,6 +17,7 @@ from torch import Tensor
 from ortho_func.factors import Held, Part
 from ortho_func.geometry import Reading
 from ortho_func.plan import Travel
+from ortho_func.primitives import foreach
 from ortho_func.primitives.momentum import Scalar
 from ortho_func.primitives.orthogonalize import Orthogonalizer, flops, get_orthogonalizer
 from ortho_func.primitives.scaling import Descent, lr_scale
@@ -80,7 +81,10 @@ class Frame(NamedTuple):
 
 
 class Emission(NamedTuple):
-    """What a rule sends, by shard; `carry` comes back to `absorb`, `state` is written at once."""
+    """What a rule sends, by shard; `carry` comes back to `absorb`, `state` is written at once.
+
+    Shards have the frame's `sent` shape, or one that can be reshaped to it.
+    """
 
     shards: list[Tensor]
     sides: Sequence[tuple[Tensor, ...]]
@@ -170,6 +174,15 @@ class MatrixRule:
     ) -> Emission:
         """Shards and side vectors that travel."""
         raise NotImplementedError
+
+    def emit_(
+        self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
+    ) -> Emission:
+        """`emit` with its state already written, so that it is not computed beside the old."""
+        sent = self.emit(grads, state, hyper, frames)
+        for name, new in sent.state.items():
+            foreach.copy_(state[name], new)
+        return sent._replace(state={})
 
     def whole(
         self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper

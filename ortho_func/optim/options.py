@@ -242,9 +242,9 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a group is built into the step: a change means building it again."""
     names = (
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
-        "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads", "fraction",
-        "selection", "rank_fraction", "betas", "adam_eps",
-        "momentum_dtype", "variance_dtype",
+        "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads",
+        "fraction", "selection", "rank_fraction", "betas", "adam_eps", "momentum_dtype",
+        "variance_dtype",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)

@@ -57,6 +57,8 @@ _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALAR
 class _InPlace:
     """Writes results where they belong."""
 
+    in_place = True
+
     def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         torch._foreach_copy_(old, new)
 

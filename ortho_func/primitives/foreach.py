@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add", "lerp", "mul", "sign", "sub"]
+__all__ = ["add", "copy_", "lerp", "lerp_", "mul", "sign", "sub"]
 
 
 def _transformed() -> bool:
@@ -52,6 +52,23 @@ def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> list[
     if not _transformed():
         return list(torch._foreach_lerp(list(start), list(end), weight))
     return [torch.lerp(x, y, weight) for x, y in zip(start, end, strict=True)]
+
+
+def lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
+    """Linear interpolation, written into `start`."""
+    torch._foreach_lerp_(list(start), list(end), weight)
+
+
+def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Write each source into its target, in the target's dtype.
+
+    Example:
+        >>> narrow = torch.zeros(2, dtype=torch.bfloat16)
+        >>> copy_([narrow], [torch.ones(2)])
+        >>> narrow
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def sign(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ortho_func.primitives import foreach
 
-__all__ = ["Scalar", "cast_like", "ema", "heavy_ball", "nesterov"]
+__all__ = ["Scalar", "cast_like", "ema", "ema_", "heavy_ball", "nesterov"]
 
 Scalar = float | Tensor
 
@@ -35,6 +35,22 @@ def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> lis
         tensor([0.1000, 0.1000])
     """
     return cast_like(_between(momenta, grads, 1 - beta), momenta)
+
+
+def ema_(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> None:
+    """`ema`, written into M.
+
+    Example:
+        >>> import torch
+        >>> m = torch.zeros(2)
+        >>> ema_([m], [torch.ones(2)], 0.9)
+        >>> m
+        tensor([0.1000, 0.1000])
+    """
+    if isinstance(beta, Tensor):
+        foreach.copy_(momenta, ema(momenta, grads, beta))
+    elif momenta:
+        foreach.lerp_(momenta, cast_like(grads, momenta), 1 - beta)
 
 
 def nesterov(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:

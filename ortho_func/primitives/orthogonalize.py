@@ -4,7 +4,7 @@ Every function here takes ``[..., R, C]`` in any floating dtype and gives back t
 dtype without writing its input. Leading dims are a batch. The work is done on the short side, and
 each matrix is scaled on its own, so results don't depend on the norm of the input.
 
-Shape suffixes: B batch, M short side, N long side.
+Shape suffixes: B batch, R rows, C columns, M the shorter of both.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ _EARLY_CENTRE = 1.8
 _SHORT_PRICE = 1.26
 _PASS_PRICE = {torch.bfloat16: 64.0, torch.float32: 64.0, torch.float64: 32.0}
 
+# How much of a batch the CPU takes at a time, counted on the short side: about a core's
+# second-level cache. Measured by benchmarks/orthogonalizers.py.
+_CACHED_BYTES = 2 * 1024 * 1024
+
 
 def newton_schulz(
     x: Tensor,
@@ -75,8 +79,12 @@ def newton_schulz(
     dtype = _compute_dtype(x, compute_dtype)
     if x.numel() == 0:
         return x.clone()
-    x_BMN, restore = _prepared(x, dtype)
-    return restore(_iterate(x_BMN, made))
+    return _in_cache(lambda part: _newton_schulz(part, made, dtype), x, dtype)
+
+
+def _newton_schulz(x: Tensor, made: Schedule, dtype: torch.dtype) -> Tensor:
+    x_BRC, restore = _prepared(x, dtype)
+    return restore(_iterate(x_BRC, made))
 
 
 def gram_newton_schulz(
@@ -107,8 +115,8 @@ def gram_newton_schulz(
     cuts = _checked_restarts(restarts, len(made.steps))
     if x.numel() == 0:
         return x.clone()
-    x_BMN, restore = _prepared(x, dtype)
-    return restore(_gram_iterate(x_BMN.to(_wide(dtype)), made, cuts))
+    x_BRC, restore = _prepared(x, dtype)
+    return restore(_gram_iterate(x_BRC.to(_wide(dtype)), made, cuts))
 
 
 def polar_svd(x: Tensor) -> Tensor:
@@ -373,6 +381,10 @@ def _nonzero(scale: Tensor) -> Tensor:
 def _amax(x: Tensor) -> Tensor:
     """Largest magnitude of each matrix as [..., 1, 1]."""
     if x.numel() > x.shape[-2] * x.shape[-1]:
+        if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+            # Magnitudes are ordered as their bits are, and CPUs compare integers twice as fast.
+            bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim=(-2, -1), keepdim=True)
+            return bits.view(torch.bfloat16)
         return x.abs().amax(dim=(-2, -1), keepdim=True)
     # A whole tensor's extremes come in one pass without a copy.
     low, high = torch.aminmax(x)
@@ -388,18 +400,12 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def _prepared(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """``x`` as a contiguous-in-batch [B, M, N] with M <= N and amax in [1, 2), and the way back."""
-    tall = x.shape[-2] > x.shape[-1]
+    """``x`` as [B, R, C] with amax in [1, 2), and the way back."""
     # A narrower dtype's exponents don't cover float64's: there the scaling comes before the cast.
     source = x if x.dtype == torch.float64 else x.to(dtype)
     scaled = (source / _power_of_two(source)).to(dtype)
     flat = scaled.reshape(-1, *x.shape[-2:]) if x.ndim != 3 else scaled
-
-    def restore(y_BMN: Tensor) -> Tensor:
-        y = y_BMN.mT if tall else y_BMN
-        return y.reshape(x.shape).to(x.dtype)
-
-    return (flat.mT if tall else flat), restore
+    return flat, lambda y_BRC: y_BRC.reshape(x.shape).to(x.dtype)
 
 
 def _largest_eigenvalue_bound(a_BMM: Tensor, a2_BMM: Tensor) -> Tensor:
@@ -413,6 +419,20 @@ def _largest_eigenvalue_bound(a_BMM: Tensor, a2_BMM: Tensor) -> Tensor:
     residual = _norm(torch.addcmul(a2_BMM, a_BMM, u, value=-1))
     half = u / 2
     return _nonzero(half + sqrt(half * half + residual))
+
+
+def _in_cache(function: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A function of matrices, on CPUs a few at a time, so that passes over them stay in cache.
+
+    A compiler fuses the passes instead, and its graph should not grow with the batch.
+    """
+    if x.device.type != "cpu" or x.ndim != 3 or torch.compiler.is_compiling():
+        return function(x)
+    of_one = min(x.shape[-2:]) ** 2 * dtype.itemsize
+    at_once = max(torch.get_num_threads(), _CACHED_BYTES // of_one)
+    if at_once >= x.shape[0]:
+        return function(x)
+    return torch.cat([function(part) for part in x.tensor_split(-(-x.shape[0] // at_once))])
 
 
 # --- the iterations ----------------------------------------------------------------------------
@@ -432,6 +452,23 @@ def _plus_product(
     if base.shape[0] == 1:
         return torch.addmm(base[0], left[0], right[0], beta=beta, alpha=alpha).unsqueeze(0)
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+
+
+def _gram(x_BRC: Tensor) -> Tensor:
+    """Products of the short side: ``XX^T``, or of a tall matrix ``X^TX``.
+
+    Tall matrices are not transposed, since passes over transposed memory are slow.
+    """
+    if x_BRC.shape[-2] > x_BRC.shape[-1]:
+        return _product(x_BRC.mT, x_BRC)
+    return _product(x_BRC, x_BRC.mT)
+
+
+def _applied(factor_BMM: Tensor, x_BRC: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+    """``beta*X + alpha*FX``, or of a tall matrix ``beta*X + alpha*XF``."""
+    if x_BRC.shape[-2] > x_BRC.shape[-1]:
+        return _plus_product(x_BRC, x_BRC, factor_BMM, beta=beta, alpha=alpha)
+    return _plus_product(x_BRC, factor_BMM, x_BRC, beta=beta, alpha=alpha)
 
 
 def _combined(a_BMM: Tensor, a2_BMM: Tensor, p: float, q: float) -> tuple[Tensor, float]:
@@ -479,82 +516,86 @@ def _shifted(a_BMM: Tensor, centre: float) -> Tensor:
     return a_BMM
 
 
-def _apply_step(x_BMN: Tensor, step: Step, centre: float, gram: Tensor | None = None) -> Tensor:
+def _apply_step(x_BRC: Tensor, step: Step, centre: float, gram: Tensor | None = None) -> Tensor:
     """``X <- p(XX^T) X`` for one step."""
     if gram is None:
-        gram = _product(x_BMN, x_BMN.mT)
+        gram = _gram(x_BRC)
     if len(step) > 3:
         # Around its centre a polynomial of degree nine has small coefficients, so that rounding A
         # hurts little: around zero they are many times the result, fatal in bfloat16.
         step = _recentred(step, centre)
         gram = _shifted(gram, centre)
     factor, weight = _factor_of(gram, step)
-    return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
+    return _applied(factor, x_BRC, beta=step[0], alpha=weight)
 
 
-def _iterate(x_BMN: Tensor, made: Schedule) -> Tensor:
+def _iterate(x_BRC: Tensor, made: Schedule) -> Tensor:
     """All steps of a schedule on prepared matrices."""
     first, *rest = made.steps
     if made.scale == "schatten8":
-        x_BMN = _bounded_step(x_BMN, first)
+        x_BRC = _bounded_step(x_BRC, first)
     elif made.scale == "aol":
-        x_BMN, gram = _aol_scaled(x_BMN, _product(x_BMN, x_BMN.mT))
-        x_BMN = _apply_step(x_BMN, first, _EARLY_CENTRE, gram)
+        x_BRC, gram = _aol_scaled(x_BRC, _gram(x_BRC))
+        x_BRC = _apply_step(x_BRC, first, _EARLY_CENTRE, gram)
     else:
-        x_BMN = _apply_step(_frobenius_scaled(x_BMN), first, _EARLY_CENTRE)
+        x_BRC = _apply_step(_frobenius_scaled(x_BRC), first, _EARLY_CENTRE)
     for step in rest[:-1]:
-        x_BMN = _apply_step(x_BMN, step, _EARLY_CENTRE)
+        x_BRC = _apply_step(x_BRC, step, _EARLY_CENTRE)
     for step in rest[-1:]:
-        x_BMN = _apply_step(x_BMN, step, 1.0)
-    return x_BMN
+        x_BRC = _apply_step(x_BRC, step, 1.0)
+    return x_BRC
 
 
-def _frobenius_scaled(x_BMN: Tensor) -> Tensor:
-    return x_BMN / _nonzero(_norm(x_BMN))
+def _frobenius_scaled(x_BRC: Tensor) -> Tensor:
+    return x_BRC / _nonzero(_norm(x_BRC))
 
 
-def _aol_scaled(x_BMN: Tensor, gram_BMM: Tensor) -> tuple[Tensor, Tensor]:
-    """``DX`` and its Gram matrix, ``D_i = (sum_j |A_ij|)^(-1/2)``: no singular value above one."""
+def _aol_scaled(x_BRC: Tensor, gram_BMM: Tensor) -> tuple[Tensor, Tensor]:
+    """``DX`` and its Gram matrix, ``D_i = (sum_j |A_ij|)^(-1/2)``: no singular value above one.
+
+    Of a tall matrix ``XD``.
+    """
     sums = gram_BMM.abs().sum(dim=-1, keepdim=True, dtype=_wide(gram_BMM.dtype))
     scale = _nonzero(sums).rsqrt()
-    return (x_BMN * scale).to(x_BMN.dtype), (gram_BMM * scale * scale.mT).to(gram_BMM.dtype)
+    along = scale.mT if x_BRC.shape[-2] > x_BRC.shape[-1] else scale
+    return (x_BRC * along).to(x_BRC.dtype), (gram_BMM * scale * scale.mT).to(gram_BMM.dtype)
 
 
-def _bounded_step(x_BMN: Tensor, step: Step) -> Tensor:
+def _bounded_step(x_BRC: Tensor, step: Step) -> Tensor:
     """The first step, on X divided by a tight bound of its largest singular value."""
-    gram = _product(x_BMN, x_BMN.mT)
+    gram = _gram(x_BRC)
     square = _product(gram, gram)
     shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
-    x_BMN = x_BMN * shrink.sqrt()
+    x_BRC = x_BRC * shrink.sqrt()
     if len(step) == 3 and step[1]:
         # s(bA + c*sA^2) as b * s(A + (c/b)sA^2): fewer passes over the small side.
         weight = step[1]
         factor = torch.addcmul(gram, square, shrink, value=step[2] / weight) * shrink
     else:
         factor, weight = _factor(gram * shrink, square * shrink * shrink, step)
-    return _plus_product(x_BMN, factor, x_BMN, beta=step[0], alpha=weight)
+    return _applied(factor, x_BRC, beta=step[0], alpha=weight)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _gram_iterate(x_BMN: Tensor, made: Schedule, cuts: tuple[int, ...]) -> Tensor:
+def _gram_iterate(x_BRC: Tensor, made: Schedule, cuts: tuple[int, ...]) -> Tensor:
     """All steps of a schedule, touching the long side only between the segments."""
     if made.scale == "frobenius":
-        x_BMN = _frobenius_scaled(x_BMN)
+        x_BRC = _frobenius_scaled(x_BRC)
     for start, stop in pairwise((0, *cuts, len(made.steps))):
-        gram = _product(x_BMN, x_BMN.mT)
+        gram = _gram(x_BRC)
         if start == 0 and made.scale == "aol":
-            x_BMN, gram = _aol_scaled(x_BMN, gram)
+            x_BRC, gram = _aol_scaled(x_BRC, gram)
         square = _product(gram, gram)
         if start == 0 and made.scale == "schatten8":
             shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
-            x_BMN = x_BMN * shrink.sqrt()
+            x_BRC = x_BRC * shrink.sqrt()
             gram, square = gram * shrink, square * shrink * shrink
         factor, shift = _gram_segment(gram, square, made.steps[start:stop])
-        x_BMN = _plus_product(x_BMN, factor, x_BMN, beta=shift)
-    return x_BMN
+        x_BRC = _applied(factor, x_BRC, beta=shift)
+    return x_BRC
 
 
 def _gram_segment(a_BMM: Tensor, a2_BMM: Tensor, steps: Sequence[Step]) -> tuple[Tensor, float]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "encode", "pack", "unpack"]
+from ortho_func.primitives import foreach
+
+__all__ = ["concatenate", "decode", "encode", "pack", "unpack", "views"]
 
 
 def pack(
@@ -33,9 +36,7 @@ def pack(
     """
     if not tensors:
         raise ValueError("pack needs at least one tensor.")
-    receipt = tuple(tuple(tensor.shape) for tensor in tensors)
-    flat = concatenate([tensor.reshape(-1) for tensor in tensors])
-    return flat if dtype is None else flat.to(dtype), receipt
+    return concatenate(tensors, dtype=dtype), tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def unpack(flat: Tensor, receipt: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -48,16 +49,38 @@ def unpack(flat: Tensor, receipt: Sequence[Sequence[int]]) -> list[Tensor]:
         >>> [part.shape for part in unpack(torch.arange(8), ((2, 3), (2,)))]
         [torch.Size([2, 3]), torch.Size([2])]
     """
-    sizes = [math.prod(shape) for shape in receipt]
-    if flat.numel() != sum(sizes):
-        raise ValueError(f"the receipt speaks of {sum(sizes)} elements, got {flat.numel()}.")
-    parts = flat.split(sizes)
-    return [part.reshape(shape) for part, shape in zip(parts, receipt, strict=True)]
+    total = sum(math.prod(shape) for shape in receipt)
+    if flat.numel() != total:
+        raise ValueError(f"the receipt speaks of {total} elements, got {flat.numel()}.")
+    return views(flat, [tuple(shape) for shape in receipt])
 
 
-def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Join 1-D parts; a single part is passed on as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Consecutive parts of a flat buffer in these shapes, equal neighbours cut off at once."""
+    runs = [(shape, sum(1 for _ in same)) for shape, same in groupby(shapes)]
+    parts = flat.split([math.prod(shape) * count for shape, count in runs])
+    found: list[Tensor] = []
+    for part, (shape, count) in zip(parts, runs, strict=True):
+        found += part.reshape(count, *shape).unbind()
+    return found
+
+
+def concatenate(parts: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
+    """Join parts of any shape as 1-D, cast if a dtype is given; a single part is not copied."""
+    dtypes = {part.dtype for part in parts}
+    if len(parts) == 1 or dtypes == {dtype or parts[0].dtype} or _watched(parts):
+        flat = [part.reshape(-1) if dtype is None else part.reshape(-1).to(dtype) for part in parts]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+    # One pass: cast on the way into the buffer.
+    total = sum(part.numel() for part in parts)
+    buffer = torch.empty(total, dtype=dtype or parts[0].dtype, device=parts[0].device)
+    foreach.copy_(views(buffer, [part.shape for part in parts]), parts)
+    return buffer
+
+
+def _watched(parts: Sequence[Tensor]) -> bool:
+    """Whether a compiler or autograd would rather see no writes."""
+    return torch.compiler.is_compiling() or any(part.requires_grad for part in parts)
 
 
 def encode(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,6 +52,8 @@ def narrow(x: Tensor, shape: Sequence[int]) -> Tensor:
         >>> narrow(torch.ones(4, 3), (2, 3)).shape
         torch.Size([2, 3])
     """
+    if x.shape == shape:
+        return x
     for dim, want in enumerate(shape, start=-len(shape)):
         if x.shape[dim] < want:
             raise ValueError(f"cannot narrow {tuple(x.shape)} to {tuple(shape)}: it is smaller.")

@@ -133,8 +133,12 @@ def descend_(params: Sequence[Tensor], descent: Descent) -> None:
         by_scale[scale].append(number)
     for scale, numbers in by_scale.items():
         moved = [params[n] for n in numbers]
-        along = [descent.directions[n].reshape(params[n].shape) for n in numbers]
+        along = [_shaped_like(descent.directions[n], params[n]) for n in numbers]
         torch._foreach_add_(moved, along, alpha=-lr * float(scale))
+
+
+def _shaped_like(x: Tensor, y: Tensor) -> Tensor:
+    return x if x.shape == y.shape else x.reshape(y.shape)
 
 
 def widen(x: Tensor) -> Tensor:
