@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+import torch._dynamo.config
 from layouts import (
     WHOLE,
     Shard,
@@ -408,9 +409,9 @@ def test_accumulated_gradients_and_zeroed_ones(algorithm: str, to_none: bool) ->
     torch.testing.assert_close(first.detach(), before * decay)
 
 
-def test_as_many_compiled_optimizers_as_one_likes(monkeypatch: Any) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_as_many_compiled_optimizers_as_one_likes() -> None:
     """Recompilations are counted by optimizer, not over all that a process ever builds."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for number in range(4):
         weight = nn.Parameter(torch.randn(2 + number, 3))
         optimizer = ortho_func.Muon([weight], compile={"backend": "eager"})

@@ -403,13 +403,14 @@ class _Active:
                 for entry, subject in zip(self.entries, self.subjects, strict=True)
             ]
         masks = self.masks
-        if masks is None and self.sink.in_place:
+        at_once = self.rule.nonfinite == "propagate"  # else once it is known what is skipped
+        if masks is None and self.sink.in_place and at_once:
             return self.rule.emit_(self.grads(), {**old, **extra}, self.hyper, self.frames)
         sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
         if masks is not None:
             zeroed = [torch.where(m, s, 0) for m, s in zip(masks, sent.shards, strict=True)]
             sent = sent._replace(shards=zeroed)
-        if self.rule.nonfinite == "propagate":  # else once it is known what is skipped
+        if at_once:
             self.put_state(sent.state)
         return sent
 

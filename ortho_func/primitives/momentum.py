@@ -47,10 +47,11 @@ def ema_(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> No
         >>> m
         tensor([0.1000, 0.1000])
     """
-    if isinstance(beta, Tensor):
+    same = all(m.dtype == g.dtype for m, g in zip(momenta, grads, strict=True))
+    if isinstance(beta, Tensor) or not same:
         foreach.copy_(momenta, ema(momenta, grads, beta))
     elif momenta:
-        foreach.lerp_(momenta, cast_like(grads, momenta), 1 - beta)
+        foreach.lerp_(momenta, grads, 1 - beta)
 
 
 def nesterov(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
