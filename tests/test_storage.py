@@ -271,6 +271,8 @@ def test_offloaded_shards(pool: Any) -> None:
 class Devices:
     """An orthogonalizer, and a place for results, that note where tensors are."""
 
+    in_place = False
+
     def __init__(self) -> None:
         self.whole: set[str] = set()
         self.results: set[str] = set()
