@@ -17,6 +17,7 @@ from ortho_func.algorithms.transform import Transform, apply_updates, elementwis
 from ortho_func.geometry import Reading
 from ortho_func.optim.memory import state_bytes
 from ortho_func.optim.optimizers import Dion, Dion2, Dion3, Muon, NorMuon
+from ortho_func.param_groups import ParamGroups, Rule, param_groups
 from ortho_func.plan import Plan, plan
 from ortho_func.primitives.collectives import all_to_all
 from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schulz, orthogonalize
@@ -31,8 +32,10 @@ __all__ = [
     "Dion3",
     "Muon",
     "NorMuon",
+    "ParamGroups",
     "Plan",
     "Reading",
+    "Rule",
     "Transform",
     "adamw",
     "add_decayed_weights",
@@ -56,6 +59,7 @@ __all__ = [
     "orthogonalize",
     "pack",
     "pad_to_max",
+    "param_groups",
     "partition",
     "plan",
     "qk_clip",

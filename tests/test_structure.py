@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ortho_func"
 # Each layer may import from those after it, and from its own folder where `WITHIN` says so.
 LAYERS = (
     ("cli", "__main__"),
+    ("param_groups",),
     ("optim",),
     ("algorithms",),
     ("pipeline",),
