@@ -74,9 +74,7 @@ def weight(*shape: int) -> nn.Parameter:
 
 
 @pytest.mark.parametrize(("option", "value", "kind", "match"), WRONG_TYPES)
-def test_options_of_wrong_types(
-    option: str, value: Any, kind: type[Exception], match: str
-) -> None:
+def test_options_of_wrong_types(option: str, value: Any, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         Muon([weight(4, 4)], **{option: value})
     with pytest.raises(kind, match=match):
@@ -152,9 +150,9 @@ def test_a_parameter_listed_twice(algorithm: str) -> None:
     cls = WHOLE[algorithm][0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns, and goes on
-        with pytest.raises(ValueError, match="parameter 1 of group 0 is the same .* parameter 0"):
+        with pytest.raises(ValueError, match=r"parameter 1 of group 0 is the same .* parameter 0"):
             cls([one, one])
-        with pytest.raises(ValueError, match="tied.head is the same parameter as embedding"):
+        with pytest.raises(ValueError, match=r"tied\.head is the same parameter as embedding"):
             cls([("embedding", one), ("tied.head", one)])
     with pytest.raises(ValueError, match="more than one parameter group"):
         cls([{"params": [one]}, {"params": [one]}])
@@ -237,6 +235,8 @@ def test_parameters_of_no_elements_on_shards(pool: Any, algorithm: str) -> None:
 def test_parameters_of_no_elements_as_functions(algorithm: str) -> None:
     tx = getattr(ortho_func, algorithm)(lr=0.1)
     params = {"none": torch.zeros(0, 4), "w": torch.randn(4, 6)}
-    updates, _ = tx.update({k: torch.ones_like(v) for k, v in params.items()}, tx.init(params), params)
+    updates, _ = tx.update(
+        {k: torch.ones_like(v) for k, v in params.items()}, tx.init(params), params
+    )
     assert updates["none"].shape == (0, 4)
     assert bool((updates["w"] != 0).any())
