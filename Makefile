@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # One thread a rank: two ranks fill two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo sweep test lint bench docs clean
+.PHONY: venv demo sweep test fuzz lint bench docs clean
 
 venv: $(INSTALLED)
 
@@ -27,6 +27,10 @@ sweep: venv
 
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
+
+# Random models on random meshes against one process, and random plans; about half an hour.
+fuzz: venv
+	$(BIN)/python tests/fuzz.py 500 --plans 20000 $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

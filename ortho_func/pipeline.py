@@ -75,14 +75,14 @@ class _Trip:
         buffer = load(route, *emit(route))
         if route.bucket.gathers:
             assert self.group is not None
-            buffer = all_to_all(buffer, route.send, route.arrive, group=self.group)
+            buffer = self._begin(buffer, route.send, route.arrive, self.group, "first")
         self.buffer = buffer
 
     def turn(self, whole: Whole) -> None:
         route, buffer = self.route, self.buffer
         assert buffer is not None
         if route.bucket.gathers:
-            buffer = wait(buffer)
+            buffer = self._wait(buffer, "first")
         results = [
             whole(batch, matrix, sides) if batch.count else (matrix, sides)
             for batch, (matrix, sides) in zip(route.batches, assemble(route, buffer), strict=True)
@@ -90,20 +90,58 @@ class _Trip:
         buffer = disassemble(route, results)
         if route.bucket.returns:
             assert self.group is not None
-            buffer = all_to_all(buffer, route.back, route.home, group=self.group)
+            buffer = self._begin(buffer, route.back, route.home, self.group, "second")
         self.buffer = buffer
 
     def arrive(self, absorb: Absorb) -> None:
         route, buffer = self.route, self.buffer
         assert buffer is not None
         if route.bucket.returns:
-            buffer = wait(buffer)
+            buffer = self._wait(buffer, "second")
         dtype = route.bucket.wire_dtype
         if buffer.device.type != "cpu":  # one cast of all; multi-tensor kernels want equal dtypes
             dtype = torch.promote_types(dtype, torch.float32)
         found = unload(route, buffer, dtype=dtype)
         self.buffer = None
         absorb(route, [main for main, _ in found], [sides for _, sides in found])
+
+    def _begin(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: str, which: str
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            return all_to_all(x, send, receive, group=group)
+        try:
+            return all_to_all(x, send, receive, group=group)
+        except RuntimeError as error:
+            raise self._named(error, which) from error
+
+    def _wait(self, x: Tensor, which: str) -> Tensor:
+        if torch.compiler.is_compiling():
+            return wait(x)
+        try:
+            return wait(x)
+        except RuntimeError as error:
+            raise self._named(error, which) from error
+
+    def _named(self, error: RuntimeError, which: str) -> RuntimeError:
+        """The same error, with the place in the step where it happened."""
+        bucket = self.route.bucket
+        return type(error)(
+            f"the {which} all-to-all of bucket {self.route.number} over ranks "
+            f"{shortened(bucket.domain.ranks)} failed; a rank may have died, or not have called "
+            f"step. The parameters may be half updated: go on from a checkpoint. {error}"
+        )
+
+
+def shortened(ranks: Sequence[int], most: int = 8) -> str:
+    """The first of many ranks, in words.
+
+    Example:
+        >>> shortened(range(1024), 3)
+        '0, 1, 2 and 1021 more'
+    """
+    named = ", ".join(str(rank) for rank in ranks[:most])
+    return named if len(ranks) <= most else f"{named} and {len(ranks) - most} more"
 
 
 def in_batches(
