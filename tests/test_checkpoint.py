@@ -203,6 +203,24 @@ def test_default_options_go_on_bitwise(pool: Any, tmp_path: Path) -> None:
         assert all(torch.equal(after[key], value) for key, value in later.items())
 
 
+def test_state_of_a_chosen_dtype(pool: Any, tmp_path: Path) -> None:
+    """bf16 momenta and variances of fp32 parameters: bit for bit, on any number of ranks."""
+    options = {**EXACT, "momentum_dtype": torch.bfloat16, "variance_dtype": torch.bfloat16}
+    shared = ("normuon", False, str(tmp_path), options)
+    then, later, keys = pool.run(save, (4,), *shared, world=4)[0]
+    assert then["uneven.momentum_buffer"].dtype == torch.bfloat16
+    assert then["uneven.row_variance"].dtype == torch.bfloat16
+    assert then["bias.exp_avg_sq"].dtype == torch.bfloat16
+    for mesh, world in [((4,), 4), ((2,), 2)]:
+        for found, after, found_keys in pool.run(load, mesh, *shared, world=world):
+            assert found_keys == keys
+            assert all(torch.equal(found[key], value) for key, value in then.items()), mesh
+            for key, value in later.items():
+                assert after[key].dtype == value.dtype
+                if mesh == (4,):
+                    assert torch.equal(after[key], value), key
+
+
 # ---------------------------------------------------------------------------------------------
 # Other placements
 

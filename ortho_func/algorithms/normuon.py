@@ -6,7 +6,9 @@ X ← (1 − lr·λ)X − lr·s·Ô
 V has one value per row of the matrix. It travels with the matrix, so that the rescaling sees
 all rows whatever the sharding.
 
-Source: arXiv 2510.05491, Algorithm 1.
+Source: arXiv 2510.05491, Algorithm 1. There the norm of the step is 0.2·lr·√(RC), which is what
+``adjust_lr_fn="match_rms_adamw"`` gives where O is orthogonal, and B = M: ``nesterov=False``; the
+authors' code looks ahead. V has no bias correction in either, and ε is added to the root.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ class NorMuon(OrthogonalOptimizer):
         nesterov: as in `Muon`.
         options: everything else that `Muon` takes.
 
-    Source: arXiv 2510.05491, Algorithm 1.
+    Source: arXiv 2510.05491, Algorithm 1, which is ``nesterov=False`` and
+    ``adjust_lr_fn="match_rms_adamw"`` here; its authors' code looks ahead.
 
     Example:
         >>> layer = torch.nn.Linear(8, 4, bias=False)

@@ -16,7 +16,7 @@ Scalar = float | Tensor
 
 def cast_like(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
     """Each tensor in the dtype of its counterpart."""
-    return [x if x.dtype == y.dtype else x.to(y.dtype) for x, y in zip(tensors, like, strict=True)]
+    return _cast(tensors, [x.dtype for x in like])
 
 
 def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list[Tensor]:
@@ -96,4 +96,5 @@ def _joint_dtypes(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[torch
 
 
 def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    return [x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)]
+    pairs = zip(tensors, dtypes, strict=True)
+    return [x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs]  # no node in a graph
