@@ -21,11 +21,11 @@ import sharded
 
 def parts(seconds: float) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
-        "one_process": lambda: one_process.run(seconds=2 * seconds),
+        "one_process": lambda: one_process.run(seconds=1.5 * seconds),
         "sharded": lambda: sharded.run(sharded.cases(), seconds=seconds),
         "orthogonalizers": lambda: orthogonalizers.run(seconds=seconds),
         "buckets": buckets.run,
-        "compile": lambda: compilation.run((1, 2, 4)),
+        "compile": lambda: compilation.run((1, 3)),
     }
 
 
