@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # One thread a rank: two ranks fill two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo sweep test fuzz lint bench docs clean
+.PHONY: venv demo sweep test fuzz lint bench tables docs clean
 
 venv: $(INSTALLED)
 
@@ -37,8 +37,16 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Measure everything in docs/performance.md again. ARGS='--dion PATH' takes microsoft/dion along.
 bench: venv
-	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python "$$script" || exit; done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# Write docs/numerics.md and docs/scale.md again.
+tables: venv
+	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/scale.py
 
 docs: venv mkdocs.yml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -169,7 +169,7 @@ def extrapolated(found: dict[str, Any], which: str) -> float:
     """Seconds at the full number of layers, on the line through the two largest measured."""
     small, large = sorted(map(int, found["seconds"]))[-2:]
     low, high = (found["seconds"][str(count)][which] for count in (small, large))
-    slope: float = (high - low) / (large - small)
+    slope: float = max(0.0, high - low) / (large - small)
     return high + slope * (FULL - large)
 
 

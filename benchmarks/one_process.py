@@ -82,6 +82,7 @@ def run(
         "cases": {},
     }
     for case in cases:
+        torch._dynamo.reset()  # or peers' functions reach the limit of recompilations
         entries = [*peers.ours(compiled=case in compiled), *found]
         times, failed = timed(entries, CASES[case], repeats=repeats, seconds=seconds)
         result["cases"][case] = {
