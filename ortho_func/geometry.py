@@ -45,6 +45,7 @@ __all__ = [
     "check_process_group",
     "domain_group",
     "group_over",
+    "group_within",
     "layout_of",
     "like",
     "like_without_rows",
@@ -142,6 +143,32 @@ class Layout:
         """The ranks that hold the parameter once between them, `rank` among them, in order."""
         mine = self.replicas[rank]
         return tuple(other for other, replica in enumerate(self.replicas) if replica == mine)
+
+    @cached_property
+    def mirrored(self) -> bool:
+        """Whether there are several equal replicas of several ranks each, cut alike in rank order.
+
+        Then every rank has *peers*: the ranks at its place in the other replicas.
+        """
+        first, *others = self._members.values()
+        if self.sums is not None or not others or len(first) == 1:
+            return False
+        return len({tuple(self._held(rank) for rank in one) for one in (first, *others)}) == 1
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Where `mirrored`: the ranks that hold what `rank` holds, itself among them, in order."""
+        place = self._members[self.replicas[rank]].index(rank)
+        return tuple(sorted(members[place] for members in self._members.values()))
+
+    @cached_property
+    def _members(self) -> dict[int, list[int]]:
+        members: dict[int, list[int]] = {}
+        for rank, replica in enumerate(self.replicas):
+            members.setdefault(replica, []).append(rank)
+        return members
+
+    def _held(self, rank: int) -> tuple[Any, ...]:
+        return self.boxes[rank], self.chunks[rank] if self.chunks else ()
 
     def averaged(self) -> Layout:
         """The same boxes, where replicas hold the terms of an average instead of equal copies."""
@@ -555,17 +582,41 @@ def group_over(tensors: Sequence[Tensor], process_group: ProcessGroup | None) ->
     ranks, backend = ranks_of(tensors[0]), dist.get_backend(first.get_group(0))
     if len(ranks) == world.size() and backend == dist.get_backend():
         return world
-    for axis in range(first.ndim):
-        if first.size(axis) == len(ranks):
-            return first.get_group(axis)
-    for flat in getattr(first._get_root_mesh(), "_flatten_mapping", {}).values():
+    return group_within(first, ranks)
+
+
+def group_within(mesh: Any, ranks: tuple[int, ...]) -> Any:
+    """The process group over all or some axes of a mesh: its own, or else a new one.
+
+    All of `ranks`, in ascending order and this process among them, must ask for it.
+    """
+    for axis in range(mesh.ndim):
+        if ranks_in(mesh.get_group(axis)) == ranks:
+            return mesh.get_group(axis)
+    for flat in getattr(mesh._get_root_mesh(), "_flatten_mapping", {}).values():
         if tuple(sorted(flat.mesh.flatten().tolist())) == ranks:
             return flat.get_group()
+    world: Any = dist.group.WORLD
     if world.bound_device_id is not None:  # its communicator is split: all must ask
-        return first._flatten().get_group()
+        return _part_of(mesh, ranks)._flatten().get_group()
     return dist.distributed_c10d._new_group_with_tag(  # the same one to who asks again
-        list(ranks), backend=backend, pg_tag="ortho_func", use_local_synchronization=True
-    )
+        list(ranks), backend=dist.get_backend(mesh.get_group(0)), pg_tag="ortho_func",
+        use_local_synchronization=True,
+    )  # fmt: skip
+
+
+def _part_of(mesh: Any, ranks: tuple[int, ...]) -> Any:
+    """The axes of a mesh along which some of its ranks differ."""
+    if len(ranks) == mesh.size():
+        return mesh
+    found = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero()
+    axes = [axis for axis in range(mesh.ndim) if len(found[:, axis].unique()) > 1]
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            "exchanges in two hops need a process group over several axes of the mesh: name them "
+            "(mesh_dim_names=), or choose hops='one'."
+        )
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """The round trip: shards → whole matrices → shards, as a software pipeline over buckets.
 
 Written in program order, so that eager and compiled code overlap alike: the exchange of bucket
-k + 1 begins before the arithmetic of bucket k; results come home while the next bucket computes.
+k + 1 begins before the arithmetic of bucket k; results come home while the next bucket computes,
+and by a second hop while the one after that does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,15 @@ from ortho_func.primitives.collectives import all_to_all, wait
 from ortho_func.routing import Batch, Route
 from ortho_func.wire import Sided, assemble, disassemble, load, unload
 
-__all__ = ["in_batches", "run"]
+__all__ = ["Ways", "in_batches", "run"]
+
+
+class Ways(NamedTuple):
+    """The names of the process groups over which a route's exchanges go."""
+
+    near: str | None  # None: nothing travels
+    far: str | None = None  # of the second hop
+
 
 Emit = Callable[[Route], tuple[list[Tensor], list[list[Tensor]]]]
 Whole = Callable[[Batch, Tensor, tuple[Tensor, ...]], Sided]
@@ -25,7 +35,7 @@ Absorb = Callable[[Route, list[Tensor], list[list[Tensor]]], None]
 
 def run(
     routes: Sequence[Route],
-    groups: Sequence[str | None],
+    ways: Sequence[Ways],
     *,
     emit: Emit,
     whole: Whole,
@@ -36,13 +46,13 @@ def run(
 
     Args:
         routes: this rank's routes, in the plan's order; those where nothing travels last.
-        groups: by route, the name of the process group (None where nothing travels).
+        ways: by route, the process groups.
         emit: a route's shards and side vectors, just before they are packed.
         whole: what happens to each batch of whole matrices on its owner.
         absorb: what happens to a route's results.
         meanwhile: work without matrices, done while the first exchange is under way.
     """
-    trips = [_Trip(route, group) for route, group in zip(routes, groups, strict=True)]
+    trips = [_Trip(route, way) for route, way in zip(routes, ways, strict=True)]
     travelling = [trip for trip in trips if not trip.route.bucket.local]
     if travelling:
         travelling[0].depart(emit)
@@ -53,29 +63,30 @@ def run(
             trip.depart(emit)
             trip.turn(whole)
             trip.arrive(absorb)
+    homeward: list[_Trip] = []  # the latest first: its second hop begins before others are home
     for number, trip in enumerate(travelling):
         if number + 1 < len(travelling):
             travelling[number + 1].depart(emit)
         trip.turn(whole)
-        if number:
-            travelling[number - 1].arrive(absorb)
-    if travelling:
-        travelling[-1].arrive(absorb)
+        homeward = [trip, *(other for other in homeward if not other.proceed(absorb))]
+    while homeward:
+        homeward = [trip for trip in homeward if not trip.proceed(absorb)]
 
 
 class _Trip:
     """One bucket under way: out, turned on its owner, and home."""
 
-    def __init__(self, route: Route, group: str | None) -> None:
-        self.route, self.group = route, group
+    def __init__(self, route: Route, ways: Ways) -> None:
+        self.route, self.ways = route, ways
+        self.passes = route.bucket.hops == 2  # the second hop is to come
         self.buffer: Tensor | None = None
 
     def depart(self, emit: Emit) -> None:
         route = self.route
         buffer = load(route, *emit(route))
         if route.bucket.gathers:
-            assert self.group is not None
-            buffer = self._begin(buffer, route.send, route.arrive, self.group, "first")
+            assert self.ways.near is not None
+            buffer = self._begin(buffer, route.send, route.arrive, self.ways.near, "first")
         self.buffer = buffer
 
     def turn(self, whole: Whole) -> None:
@@ -89,9 +100,32 @@ class _Trip:
         ]
         buffer = disassemble(route, results)
         if route.bucket.returns:
-            assert self.group is not None
-            buffer = self._begin(buffer, route.back, route.home, self.group, "second")
+            assert self.ways.near is not None
+            buffer = self._begin(buffer, route.back, route.home, self.ways.near, "second")
         self.buffer = buffer
+
+    def proceed(self, absorb: Absorb) -> bool:
+        """The next hop, or home; whether it is home."""
+        if self.passes:
+            self.pass_on()
+            return False
+        self.arrive(absorb)
+        return True
+
+    def pass_on(self) -> None:
+        """All that the owners of this replica sent goes to this rank's peers, and theirs comes."""
+        route, buffer = self.route, self.buffer
+        assert buffer is not None and self.ways.far is not None
+        buffer = self._wait(buffer, "second")
+        sizes = (buffer.numel(),) * len(route.far)
+        self.buffer = self._begin(
+            buffer.repeat(len(sizes)),
+            sizes,
+            route.passed,
+            self.ways.far,
+            "second hop of the second",
+        )
+        self.passes = False
 
     def arrive(self, absorb: Absorb) -> None:
         route, buffer = self.route, self.buffer

@@ -106,10 +106,13 @@ class Route:
     number: int  # of the bucket in the plan
     bucket: Bucket
     rank: int  # within the bucket's domain
-    send: tuple[int, ...]  # split sizes of the first exchange, in elements, by rank
+    near: tuple[int, ...]  # the ranks of both exchanges: all, or with two hops this replica's
+    far: tuple[int, ...]  # with two hops: those at this rank's place in all replicas
+    send: tuple[int, ...]  # split sizes of the first exchange, in elements, by rank of `near`
     arrive: tuple[int, ...]
     back: tuple[int, ...]  # and of the second
     home: tuple[int, ...]
+    passed: tuple[int, ...]  # what comes by the second hop, by rank of `far`
     batches: tuple[Batch, ...]
     entries: tuple[Entry, ...]
     pack_order: tuple[Run, ...] | None  # None: by tables
@@ -166,6 +169,14 @@ class _Router:
             for number, kinds in enumerate(self.kinds)
             for side in range(len(kinds))
         ]
+        self.near: Sequence[int] = self.everyone
+        self.far: tuple[int, ...] = ()
+        # The segments of what comes home, in order: what this or which other rank got of whom.
+        self.homeward = [(me, owner) for owner in self.everyone]
+        if bucket.hops == 2:
+            layout = made.params[bucket.items[0].param].layout
+            self.near, self.far = layout.replica(me), layout.peers(me)
+            self.homeward = [(peer, o) for peer in self.far for o in layout.replica(peer)]
         self.owned = [self._by_owner(slab) for slab in bucket.slabs]
         self.lanes_of = [
             [lane for lane in self.lanes if self.owned[lane.slab][owner]] for owner in self.everyone
@@ -178,15 +189,21 @@ class _Router:
     def route(self, number: int, device: torch.device | str) -> Route:
         entries = [self._entry(*pair) for pair in zip(self.bucket.items, self.natural, strict=True)]
         pack_order, unpack_order = self._order(returning=False), self._order(returning=True)
-        me, everyone = self.me, self.everyone
+        me, near = self.me, self.near
+        received: dict[int, int] = dict.fromkeys(self.far, 0)
+        for peer, owner in self.homeward if self.far else ():
+            received[peer] += self._segment(peer, owner, returning=True)
         return Route(
             number=number,
             bucket=self.bucket,
             rank=me,
-            send=tuple(self._segment(me, owner, returning=False) for owner in everyone),
-            arrive=tuple(self._segment(rank, me, returning=False) for rank in everyone),
-            back=tuple(self._segment(rank, me, returning=True) for rank in everyone),
-            home=tuple(self._segment(me, owner, returning=True) for owner in everyone),
+            near=tuple(near),
+            far=self.far,
+            send=tuple(self._segment(me, owner, returning=False) for owner in near),
+            arrive=tuple(self._segment(rank, me, returning=False) for rank in near),
+            back=tuple(self._segment(rank, me, returning=True) for rank in near),
+            home=tuple(self._segment(me, owner, returning=True) for owner in near),
+            passed=tuple(received.values()),
             batches=tuple(
                 Batch(slab.group, slab.rows, slab.cols, len(owned[me]), slab.grid, kinds)
                 for slab, owned, kinds in zip(
@@ -417,7 +434,7 @@ class _Router:
         """For a dense bucket: which source's part each rank gets that gets one."""
         if not self.bucket.dense:
             return ()
-        getting = [r for r in self.everyone if self._segment(r, self.me, returning=True)]
+        getting = [r for r in self.near if self._segment(r, self.me, returning=True)]
         if not self.bucket.gathers:
             return (0,) * len(getting)
         replicas = self.plan.params[self.bucket.items[0].param].layout.replicas
@@ -441,9 +458,10 @@ class _Router:
         }
         walked: dict[Run, list[int]] = {}
         last: Run | None = None
-        for owner in self.everyone:
+        segments = self.homeward if returning else [(self.me, owner) for owner in self.everyone]
+        for rank, owner in segments:
             for lane in self.lanes_of[owner]:
-                for slot in self._slots(lane, self.me, owner, returning=returning):
+                for slot in self._slots(lane, rank, owner, returning=returning):
                     if slot.matrix.param == NOTHING:
                         last = Run(NOTHING - len(walked), lane.side, slot.size)
                         walked[last] = []
@@ -530,9 +548,9 @@ class _Router:
     ) -> tuple[Tensor, Tensor | None]:
         found: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         at = 0
-        for owner in self.everyone:
+        for rank, owner in self.homeward:
             for lane in self.lanes_of[owner]:
-                slots = self._slots(lane, self.me, owner, returning=True)
+                slots = self._slots(lane, rank, owner, returning=True)
                 start = at
                 for slot in slots:
                     if slot.matrix.param == NOTHING:
@@ -616,7 +634,7 @@ class _Router:
             base, value = (base + count, value) if lane.main else (base, value + count)
         mine = self.lanes_of[self.me]
         places = [self._places(lane) for lane in mine]
-        for rank in self.everyone:
+        for rank in self.near:
             for lane, place in zip(mine, places, strict=True):
                 slots = self._slots(lane, rank, self.me, returning=True)
                 length = self._section(slots)

@@ -34,6 +34,7 @@ def program_of(made: Plan, rule: MatrixRule) -> Program:
         bucket_bytes=made.bucket_bytes,
         wire=made.wire,
         balance=made.balance,
+        hops=made.hops,
     )
     return bind(legs, params, rank=this_rank(), places=made.places)
 

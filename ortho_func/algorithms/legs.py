@@ -13,7 +13,7 @@ import torch
 
 from ortho_func.algorithms.rule import MatrixRule
 from ortho_func.factors import Part, left_spec, right_spec
-from ortho_func.plan import Balance, ParamSpec, Plan, Wire, build_plan, local_cut
+from ortho_func.plan import Balance, Hops, ParamSpec, Plan, Wire, build_plan, local_cut
 
 __all__ = ["Leg", "Subject", "plan_for"]
 
@@ -59,11 +59,23 @@ class _Drafted:
         return len(self.specs) - 1
 
     def leg(
-        self, wires: Sequence[torch.dtype], bucket_bytes: int, wire: Wire, balance: Balance
+        self,
+        wires: Sequence[torch.dtype],
+        bucket_bytes: int,
+        wire: Wire,
+        balance: Balance,
+        hops: Hops,
     ) -> Leg:
         travels = [rule.travel(wire_dtype=wires[group]) for group, rule in self.groups]
+        if any(subject.part is not None for subject in self.subjects):
+            hops = "one"  # a factor's replicas are not its parameter's, whose groups there are
         made = build_plan(
-            tuple(self.specs), tuple(travels), bucket_bytes=bucket_bytes, wire=wire, balance=balance
+            tuple(self.specs),
+            tuple(travels),
+            bucket_bytes=bucket_bytes,
+            wire=wire,
+            balance=balance,
+            hops=hops,
         )
         rules = tuple(rule for _, rule in self.groups)
         return Leg(made, rules, tuple(group for group, _ in self.groups), tuple(self.subjects))
@@ -77,6 +89,7 @@ def plan_for(
     bucket_bytes: int,
     wire: Wire = "auto",
     balance: Balance = "cost",
+    hops: Hops = "auto",
 ) -> tuple[Leg, ...]:
     """Plan the parameters of some groups, splitting a group where its rule depends on the cut.
 
@@ -87,6 +100,7 @@ def plan_for(
         bucket_bytes: as in `ortho_func.plan`.
         wire: likewise.
         balance: likewise.
+        hops: likewise; factors take one.
 
     Returns:
         The round trips in order: one, or two where a rule has a successor.
@@ -103,4 +117,4 @@ def plan_for(
             subject = Subject(number, part, order, before)
             second.add(right_spec(spec, part), rule.then, subject)
     drafts = [first, second] if second.specs else [first]
-    return tuple(draft.leg(wires, bucket_bytes, wire, balance) for draft in drafts)
+    return tuple(draft.leg(wires, bucket_bytes, wire, balance, hops) for draft in drafts)

@@ -17,7 +17,7 @@ from ortho_func.algorithms.legs import Leg, Subject
 from ortho_func.algorithms.nonfinite import finite_or_nan, skipped_rows, without
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
 from ortho_func.factors import held
-from ortho_func.pipeline import run
+from ortho_func.pipeline import Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
 from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Batch, Entry, Route, routes
@@ -62,7 +62,7 @@ class Trip:
 
     leg: Leg
     routes: tuple[Route, ...]
-    groups: tuple[str | None, ...]  # by route: the process group's name
+    ways: tuple[Ways, ...]  # by route
     frames: tuple[tuple[Frame, ...], ...]  # by route, by entry
 
 
@@ -116,17 +116,20 @@ def _trip(
     leg: Leg, params: Sequence[ParamSpec], rank: int, places: Sequence[Place], device: torch.device
 ) -> Trip:
     found = routes(leg.plan, rank, device)
-    names = tuple(
-        None
-        if route.bucket.local
-        else places[leg.subjects[route.bucket.items[0].param].param].group
-        for route in found
+    ways = tuple(
+        _ways(route, places[leg.subjects[route.bucket.items[0].param].param]) for route in found
     )
     frames = tuple(
         tuple(_frame(leg, params, route, entry, rank, places) for entry in route.entries)
         for route in found
     )
-    return Trip(leg, found, names, frames)
+    return Trip(leg, found, ways, frames)
+
+
+def _ways(route: Route, place: Place) -> Ways:
+    if route.bucket.local:
+        return Ways(None)
+    return Ways(place.near, place.far) if route.bucket.hops == 2 else Ways(place.group)
 
 
 def one_device(devices: Sequence[torch.device]) -> torch.device:
@@ -311,7 +314,7 @@ def _run_trip(
             )
         emissions[route.number] = []
 
-    run(trip.routes, trip.groups, emit=emit, whole=whole, absorb=absorb, meanwhile=meanwhile)
+    run(trip.routes, trip.ways, emit=emit, whole=whole, absorb=absorb, meanwhile=meanwhile)
     return passed
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.optim.shell import OrthogonalOptimizer
-from ortho_func.plan import Balance, Wire
+from ortho_func.plan import Balance, Hops, Wire
 
 __all__ = ["Dion", "Dion2", "Dion3", "Muon", "NorMuon"]
 
@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     bucket_bytes: int | None
     wire: Wire
     balance: Balance
+    hops: Hops
     reduce_gradients: bool
     compile: bool | dict[str, Any]
 
@@ -85,6 +86,10 @@ class Muon(OrthogonalOptimizer):
         balance: "cost", every rank does equally much arithmetic; or "uniform", every rank has the
             same batch of every shape, filled up with zero matrices, and so the same graph: for
             compiled training steps in which the compiler reorders collectives.
+        hops: "one", "two" or "auto": whether results reach the replicas of a mesh with both
+            replicas and shards (HSDP) directly, or by way of the owner's replica with fewer
+            connections, equally many bytes and equal results; see `plan`. On a 1-D mesh (FSDP,
+            DDP) and with reduce_gradients nothing changes. Dion takes one.
         reduce_gradients: the gradients differ between replicas (DDP under ``no_sync``) and the
             optimizer averages them: each replica sends its own momentum to a matrix's owner and
             gets the result back, in all as many bytes as an all-reduce of the gradients; other
@@ -129,6 +134,7 @@ class Muon(OrthogonalOptimizer):
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
+        hops: Hops = "auto",
         reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
@@ -156,6 +162,7 @@ class Muon(OrthogonalOptimizer):
             bucket_bytes=bucket_bytes,
             wire=wire,
             balance=balance,
+            hops=hops,
             reduce_gradients=reduce_gradients,
             compile=compile,
         )

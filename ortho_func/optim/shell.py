@@ -42,7 +42,7 @@ from ortho_func.optim.options import (
     static_key,
 )
 from ortho_func.optim.reduction import Chunk, alone, chunks
-from ortho_func.plan import Balance, ParamSpec, Place, Plan, Wire, default_bucket_bytes
+from ortho_func.plan import Balance, Hops, ParamSpec, Plan, Wire, default_bucket_bytes, places_of
 from ortho_func.primitives.scaling import Descent, descend_
 
 __all__ = ["OrthogonalOptimizer"]
@@ -114,6 +114,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
         balance: Balance = "cost",
+        hops: Hops = "auto",
         reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
@@ -125,6 +126,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             "bucket_bytes": bucket_bytes,
             "wire": wire,
             "balance": balance,
+            "hops": hops,
             "reduce_gradients": reduce_gradients,
             "compile": compile,
         }
@@ -219,6 +221,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             bucket_bytes=self._bucket_bytes(one_device([work_device(p) for p in matrices])),
             wire=self._settings["wire"],
             balance=self._settings["balance"],
+            hops=self._hops(),
         )
         legs = tuple(
             replace(leg, hyper_of=tuple(chosen[number] for number in leg.hyper_of)) for leg in legs
@@ -240,6 +243,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """This rank's part of the gradients; of replicas that differ, a missing one is zero."""
         missing = torch.zeros_like if self._reduces else lambda _: None
         return [missing(local(p)) if p.grad is None else _gradient(p) for p in params]
+
+    def _hops(self) -> Hops:
+        asked: Hops = self._settings.get("hops", "auto")  # not there in an older pickle
+        return asked
 
     def _bucket_bytes(self, device: torch.device) -> int:
         asked: int | None = self._settings["bucket_bytes"]
@@ -284,10 +291,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             draft.legs,
             draft.specs,
             rank=this_rank(),
-            places=[
-                Place(local(p).device, None if handle is None else handle.group_name)
-                for p, handle in zip(draft.matrices, found, strict=True)
-            ],
+            places=places_of(draft.matrices, draft.specs, found, self._hops()),
             work_devices=[work_device(p) for p in draft.matrices],
         )
 
