@@ -14,23 +14,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
 
 try:  # torch can be built without distributed; plain tensors then still work
     import torch.distributed as dist
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     HAS_DISTRIBUTED = dist.is_available()
 except ImportError:  # pragma: no cover - depends on the torch build
     HAS_DISTRIBUTED = False
+
+# Types of which one knows, without an import, that they are no DTensor.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 __all__ = [
     "Box",
@@ -461,13 +463,13 @@ def layout_of(
     Raises `ValueError` on placements that are no layout of a parameter, such as Partial.
     """
     shape = tuple(tensor.shape)
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         if process_group is None:
             return replicated_layout(shape, (this_rank(),))
         return replicated_layout(shape, ranks_in(process_group))
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     for placement in placements:
-        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+        if not _is_layout(placement):
             raise ValueError(
                 f"{name} has placement {placement}: a parameter can be Shard or Replicate. "
                 "Redistribute it before building the optimizer."
@@ -479,6 +481,14 @@ def layout_of(
         raise ValueError(f"{name} of shape {shape}: {error}") from None
     _check_shard(tensor, layout, name)
     return layout
+
+
+def _is_layout(placement: Any) -> bool:
+    """Whether a placement is Replicate, Shard or _StridedShard."""
+    kinds = dtensors()
+    return isinstance(
+        placement, (kinds.Replicate, kinds.Shard, kinds.placement_types._StridedShard)
+    )
 
 
 def _check_shard(tensor: DTensor, layout: Layout, name: str) -> None:
@@ -511,14 +521,14 @@ def this_rank() -> int:
 
 def takes_part(tensor: Tensor) -> bool:
     """Whether this rank is in the parameter's mesh."""
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         return True
     return tensor.device_mesh.get_coordinate() is not None
 
 
 def ranks_of(tensor: Tensor, process_group: ProcessGroup | None = None) -> tuple[int, ...]:
     """The ranks over which a parameter lies, in the order of their group; none if on its own."""
-    if HAS_DISTRIBUTED and isinstance(tensor, DTensor):
+    if on_mesh(tensor):
         return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
     return () if process_group is None else ranks_in(process_group)
 
@@ -535,7 +545,7 @@ def domain_group(tensor: Tensor, process_group: ProcessGroup | None) -> Any:
 
 def replica_groups(tensor: Tensor, process_group: ProcessGroup | None) -> list[Any]:
     """The process groups over which a parameter is replicated, one for each axis of its mesh."""
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         return [] if process_group is None else [process_group]
     mesh = tensor.device_mesh
     return [
@@ -559,7 +569,7 @@ def check_process_group(process_group: Any) -> None:
 def placed(tensor: Tensor) -> str:
     """In words, how a parameter is placed, and on what its matrices are worked on."""
     device = work_device(tensor).type
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         return f"replicated, on {device}"
     placements = ", ".join(map(str, tensor.placements))
     mesh = tuple(tensor.device_mesh.mesh.shape)
@@ -576,7 +586,7 @@ def group_over(tensors: Sequence[Tensor], process_group: ProcessGroup | None) ->
         not tensors or ranks_of(tensors[0], process_group) == ranks_in(process_group)
     ):
         return process_group
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    meshes = [tensor.device_mesh for tensor in tensors if on_mesh(tensor)]
     first: Any = min(meshes, key=lambda mesh: (mesh.ndim, mesh.mesh_dim_names or ()))
     world: Any = dist.group.WORLD
     ranks, backend = ranks_of(tensors[0]), dist.get_backend(first.get_group(0))
@@ -621,7 +631,7 @@ def _part_of(mesh: Any, ranks: tuple[int, ...]) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard, waited for: the tensor itself unless it is a DTensor."""
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         return tensor
     if torch.compiler.is_compiling():
         return tensor.to_local()
@@ -635,7 +645,7 @@ def work_device(tensor: Tensor) -> torch.device:
     They differ for offloaded shards, which lie on the CPU while the mesh is an accelerator's.
     """
     home = local(tensor).device
-    if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+    if not on_mesh(tensor):
         return home
     kind = tensor.device_mesh.device_type
     if kind in (home.type, "cpu"):
@@ -643,9 +653,18 @@ def work_device(tensor: Tensor) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def on_mesh(tensor: Tensor) -> bool:
+def on_mesh(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is a DTensor."""
-    return HAS_DISTRIBUTED and isinstance(tensor, DTensor)
+    if type(tensor) in PLAIN:
+        return False
+    return HAS_DISTRIBUTED and isinstance(tensor, dtensors().DTensor)
+
+
+def dtensors() -> Any:
+    """``torch.distributed.tensor``: to import it takes longer than all of this library."""
+    import torch.distributed.tensor as module
+
+    return module
 
 
 def local_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -659,17 +678,18 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -
     `shape` is the whole tensor's shape if it differs from the parameter's in dims of extent
     one; on such dims a sharded placement becomes Replicate.
     """
-    if not (HAS_DISTRIBUTED and isinstance(parameter, DTensor)):
+    if not on_mesh(parameter):
         return shard
     whole = tuple(parameter.shape if shape is None else shape)
+    placed_as: Sequence[Any] = parameter.placements
     placements = [
-        Replicate()
-        if isinstance(p, (Shard, _StridedShard)) and whole[p.dim] != parameter.shape[p.dim]
+        dtensors().Replicate()
+        if not p.is_replicate() and whole[p.dim] != parameter.shape[p.dim]
         else p
-        for p in parameter.placements
+        for p in placed_as
     ]
     strides = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(
+    wrapped: Tensor = dtensors().DTensor.from_local(
         shard,
         parameter.device_mesh,
         placements,
@@ -677,6 +697,7 @@ def like(parameter: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -
         shape=torch.Size(whole),
         stride=strides,
     )
+    return wrapped
 
 
 def like_without_rows(
@@ -686,9 +707,9 @@ def like_without_rows(
 
     Where the parameter's rows are sharded it is replicated. A plain tensor stays plain.
     """
-    if not (HAS_DISTRIBUTED and isinstance(parameter, DTensor)):
+    if not on_mesh(parameter):
         return shard
-    return DTensor.from_local(
+    wrapped: Tensor = dtensors().DTensor.from_local(
         shard,
         parameter.device_mesh,
         [_without_rows(placement, row_dim) for placement in parameter.placements],
@@ -696,15 +717,16 @@ def like_without_rows(
         shape=torch.Size(shape),
         stride=torch.empty(tuple(shape), device="meta").stride(),
     )
+    return wrapped
 
 
 def _without_rows(placement: Any, row_dim: int) -> Any:
     if placement.is_replicate() or placement.dim == row_dim:
-        return Replicate()
+        return dtensors().Replicate()
     dim = placement.dim - (placement.dim > row_dim)
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
+    if hasattr(placement, "split_factor"):
+        return type(placement)(dim, split_factor=placement.split_factor)
+    return dtensors().Shard(dim)
 
 
 def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
@@ -716,7 +738,7 @@ def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     here: list[Tensor] = []
     spread: dict[tuple[Any, tuple[bool, ...]], list[Tensor]] = {}
     for value, tensor in zip(values, tensors, strict=True):
-        if not (HAS_DISTRIBUTED and isinstance(tensor, DTensor)):
+        if not on_mesh(tensor):
             here.append(value)
             continue
         if any(placement.is_partial() for placement in tensor.placements):
@@ -724,9 +746,11 @@ def total(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         cut = tuple(not placement.is_replicate() for placement in tensor.placements)
         spread.setdefault((tensor.device_mesh, cut), []).append(value)
     for (mesh, cut), values in spread.items():
-        placements = [Partial() if along else Replicate() for along in cut]
+        kinds = dtensors()
+        placements = [kinds.Partial() if along else kinds.Replicate() for along in cut]
         shard = torch.stack(values).sum()
-        here.append(DTensor.from_local(shard, mesh, placements, run_check=False).full_tensor())
+        summed = kinds.DTensor.from_local(shard, mesh, placements, run_check=False)
+        here.append(summed.full_tensor())
     return torch.stack(here).sum()
 
 
@@ -734,7 +758,7 @@ def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
     """The gradient with the parameter's placements (a Partial one is reduced first), dense."""
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
-    if not (HAS_DISTRIBUTED and isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+    if not (on_mesh(gradient) and on_mesh(parameter)):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient

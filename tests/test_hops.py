@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from layouts import Replicate, Shard, by_placements, train, whole_tensors
 
 from ortho_func.plan import Plan
-from ortho_func.routing import Route, routes
 
 COPIES, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
 SHAPES = {"a": (8, 12), "b": (16, 8), "c": (5, 7), "d": (3, 9), "e": (8, 12), "f": (1, 6)}

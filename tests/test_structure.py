@@ -220,3 +220,9 @@ if __debug__ or not all(map(refused, [
     raise SystemExit(1)
 """
     subprocess.run([sys.executable, "-O", "-c", code], check=True, timeout=240)
+
+
+def test_import_brings_no_dtensor_along() -> None:
+    """``torch.distributed.tensor`` takes longer to import than all of the library."""
+    code = "import sys, ortho_func; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
