@@ -318,7 +318,7 @@ with bfloat16's error of up to 1/16 in that quotient. The cushion (as in Polar E
 {diagonal}
 ## Where the Gram iteration restarts
 It updates A by q(A)·A·q(A) and so amplifies A's error. float32 needs no restart within four steps,
-and restarts before every fourth step of longer schedules. For bfloat16 the input is rounded and the
+and restarts after every four of a longer schedule. For bfloat16 the input is rounded and the
 rest is float32: applying the accumulated factor in bfloat16 instead (its entries reach thirty after
 two steps) was measured to leave singular values up to two on matrices of less than full rank.
 
