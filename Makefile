@@ -28,7 +28,7 @@ sweep: venv
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
 
-# Random models on random meshes against one process, and random plans; about half an hour.
+# Random models on random meshes against one process, and random plans; about a quarter of an hour.
 fuzz: venv
 	$(BIN)/python tests/fuzz.py 500 --plans 20000 $(ARGS)
 

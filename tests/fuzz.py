@@ -130,6 +130,7 @@ def draw(seed: int) -> Case:
         "bucket_bytes": rng.choice([64, 512, 4096, 10**7]),
         "wire_dtype": torch.float64 if double or rng.random() < 0.3 else torch.float32,
         "compile": {"backend": "eager"} if seed % COMPILED_EVERY == COMPILED_EVERY - 1 else False,
+        "hops": rng.choice(["one", "two"]),
     }
     return Case(seed, world, realms, tuple(groups), options)
 

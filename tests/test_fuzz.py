@@ -34,6 +34,7 @@ def test_seeds_draw_all_there_is() -> None:
     assert {weight.frozen for weight in weights} == {False, True}
     assert max(len(case.weights) for case in cases) == 30
     assert any(case.options["compile"] for case in cases)
+    assert {case.options["hops"] for case in cases} == {"one", "two"}
 
 
 def test_a_wrong_step_is_noticed(pool: Any, monkeypatch: Any) -> None:
