@@ -74,11 +74,12 @@ READING = """
   wire stays within {worst} of the least possible on all {count} plans here.
 - A full all-to-all connects a rank with every other that owns or holds anything. On 4096 ranks and
   with many buckets (DeepSeek-V3, `ep:8`) these messages, not the bytes, are most of the time.
-- With replicas, results reach them in two hops from {least} ranks on: from the owner to the ranks of
-  its own replica, over a process group of that replica alone, and from each of these to its peers
-  in the others, over another. The 70B in `hsdp:8` on 4096 ranks then has {two} connections a rank
-  instead of {one} and {bytes}; owners, which are few among so many ranks, no longer send
-  every replica its copy, and the step is estimated at {fast} instead of {slow}.
+- With replicas, results reach them in two hops from {least} ranks on: from the owner to the ranks
+  of its own replica, over a process group of these alone, and from each of them to its peers in
+  the others, over another. (Over one group of all, with sizes of zero, NCCL would connect every
+  pair all the same.) The 70B in `hsdp:8` on 4096 ranks then has at most {two} connections a rank
+  instead of {one}, and {bytes}; an owner no longer sends every replica its copy by itself,
+  and the step is estimated at {fast} instead of {slow}.
   (`python -m ortho_func plan llama3-70b --ranks 4096 --mesh hsdp:8 --hops one`.)
 - The slowest plan here took {slowest}.
 """

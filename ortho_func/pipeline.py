@@ -27,6 +27,7 @@ class Ways(NamedTuple):
     near: str | None  # None: nothing travels
     far: str | None = None  # of the second hop
 
+
 Emit = Callable[[Route], tuple[list[Tensor], list[list[Tensor]]]]
 Whole = Callable[[Batch, Tensor, tuple[Tensor, ...]], Sided]
 Absorb = Callable[[Route, list[Tensor], list[list[Tensor]]], None]
@@ -114,7 +115,8 @@ class _Trip:
     def pass_on(self) -> None:
         """All that the owners of this replica sent goes to this rank's peers, and theirs comes."""
         route, buffer = self.route, self.buffer
-        assert buffer is not None and self.ways.far is not None
+        assert buffer is not None
+        assert self.ways.far is not None
         buffer = wait(buffer)
         sizes = (buffer.numel(),) * len(route.far)
         self.buffer = all_to_all(

@@ -86,14 +86,8 @@ def test_bitwise_equal_to_one_hop(pool: Any, mesh: str) -> None:
 def several_meshes(rank: int, world: int) -> tuple[bool, set[int]]:
     """Replicas on one axis, on the other, on both and on none, in one optimizer."""
     shapes = {name: (9, 6) for name in "abcdefgh"}
-    placed = {
-        name: pair
-        for name, pair in zip(
-            shapes,
-            itertools.cycle([(COPIES, ROWS), (ROWS, COPIES), (COPIES, COPIES), (ROWS, COLUMNS)]),
-            strict=False,
-        )
-    }
+    kinds = [(COPIES, ROWS), (ROWS, COPIES), (COPIES, COPIES), (ROWS, COLUMNS)]
+    placed = dict(zip(shapes, 2 * kinds, strict=True))
     found = []
     for hops in ("one", "two"):
         parameters = by_placements(whole_tensors(shapes, 1), (2, 2), placed)
@@ -140,7 +134,7 @@ def test_sums_over_replicas_take_one(pool: Any) -> None:
 
 
 def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str]]:
-    """Whether compiled equals eager, the number of graphs, and collectives in eager order."""
+    """Whether compiled is close to eager, the number of graphs, and collectives in eager order."""
     results = []
     backend = Trace()
     shapes = {f"w{n}": (8, 12) for n in range(12)}
@@ -148,7 +142,7 @@ def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str]]:
         params = by_placements(whole_tensors(shapes, seed), (2, 2), [COPIES, ROWS])
         optimizer = NorMuon(
             list(params.items()), lr=0.1, hops="two", bucket_bytes=200, compile=compiled,
-            orthogonalizer="newton_schulz",
+            wire_dtype=torch.float32, compute_dtype=torch.float32,
         )  # fmt: skip
         for name, p in params.items():
             p.grad = scatter_like(whole_tensors(shapes, seed + 1)[name], p)
@@ -157,7 +151,7 @@ def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str]]:
         if compiled is False:
             events = collectives(seen.events)
         results.append([p.to_local().detach() for p in params.values()])
-    equal = all(torch.equal(a, b) for other in results[1:] for a, b in zip(*[results[0], other]))
+    equal = all(all(map(torch.allclose, results[0], other)) for other in results[1:])
     return equal, len(backend.traced), events
 
 
@@ -171,22 +165,22 @@ def test_one_graph_and_one_order(pool: Any) -> None:
     expected += [wait, send, wait, send, wait]  # turn 2, pass 1 on, 0 is home
     expected += [wait, send, wait, wait]  # pass 2 on, 1 is home, 2 is home
     for equal, graphs, events in found:
-        assert equal and graphs == 1
+        assert equal
+        assert graphs == 1
         assert events == expected
 
 
 def nodes_of_a_step(world: int, wire: Any, hops: Hops) -> int:
-    """Nodes of rank 0's graph: four of 16 replicas of four to 64 ranks."""
+    """Nodes of rank 0's graph on 16 replicas; it owns one matrix of four."""
     backend = Trace()
+    shapes = {f"w{n}": (64, 24) for n in range(4)}
     with fake_world(world):
-        shapes = {f"w{n}": (64, 24) for n in range(world // 16)}
         params = by_placements(whole_tensors(shapes, 0), (16, world // 16), [COPIES, ROWS])
-        first = dict(itertools.islice(params.items(), 4))
         optimizer = NorMuon(
-            list(first.items()), lr=0.1, ns_steps=1, wire=wire, hops=hops,
+            list(params.items()), lr=0.1, ns_steps=1, wire=wire, hops=hops,
             compile={"backend": backend},
         )  # fmt: skip
-        for name, p in first.items():
+        for name, p in params.items():
             p.grad = scatter_like(torch.zeros(shapes[name]), p)
         optimizer.step()
     (graph,) = backend.traced
@@ -242,7 +236,7 @@ def connections(found: list[tuple[Route, ...]]) -> list[int]:
             ways += [(route.near, route.home), (route.far, route.passed)]
             for group, sizes in ways:
                 pairs |= {(rank, r) for r, n in zip(group, sizes, strict=True) if n and r != rank}
-    count = Counter(a for pair in pairs | {(b, a) for a, b in pairs} for a in pair[:1])
+    count = Counter(a for a, _ in pairs | {(b, a) for a, b in pairs})
     return [count[rank] for rank in range(len(found))]
 
 

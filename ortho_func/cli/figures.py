@@ -37,7 +37,13 @@ class Planned:
 
 
 def make_plan(
-    model: Model, mesh: Mesh, *, bucket_bytes: int, wire: Any = "auto", hops: Any = "auto", **options: Any
+    model: Model,
+    mesh: Mesh,
+    *,
+    bucket_bytes: int,
+    wire: Any = "auto",
+    hops: Any = "auto",
+    **options: Any,
 ) -> Planned:
     """Plan a model on a mesh, as an optimizer with these options would."""
     group = {**DEFAULTS, "algorithm": "muon", **options}

@@ -37,8 +37,8 @@ class Exchange:
     @classmethod
     def empty(cls, ranks: int, reach: int) -> Exchange:
         """An exchange in which nothing is sent."""
-        zeros = [torch.zeros(ranks, dtype=torch.int64) for _ in range(3)]
-        return cls(*zeros, reach)
+        sent, received, kept = torch.zeros(3, ranks, dtype=torch.int64)
+        return cls(sent, received, kept, reach)
 
     def add_(self, sizes: Tensor, owners: Tensor, *, home: bool) -> None:
         """Add one matrix of each of `owners`: from all ranks to it, or from it home."""
