@@ -85,7 +85,7 @@ def test_bitwise_equal_to_one_hop(pool: Any, mesh: str) -> None:
 
 def several_meshes(rank: int, world: int) -> tuple[bool, set[int]]:
     """Replicas on one axis, on the other, on both and on none, in one optimizer."""
-    shapes = {name: (9, 6) for name in "abcdefgh"}
+    shapes = dict.fromkeys("abcdefgh", (9, 6))
     kinds = [(COPIES, ROWS), (ROWS, COPIES), (COPIES, COPIES), (ROWS, COLUMNS)]
     placed = dict(zip(shapes, 2 * kinds, strict=True))
     found = []

@@ -223,12 +223,12 @@ def _memory(trips: Sequence[_Trip]) -> Tensor:
     """The most at once of a bucket's own buffers and matrices and of its neighbours' buffers."""
     nothing = torch.zeros_like(trips[0].work)
     leaving = [trip.out.sent + trip.out.received for trip in trips] + [nothing]
-    coming = [nothing] + [
-        torch.stack([hop.sent + hop.received for hop in trip.home]).amax(dim=0) for trip in trips
-    ]
+    hops = [[hop.sent + hop.received for hop in trip.home] for trip in trips]
+    coming = [nothing] + [found[0] for found in hops]
+    passing = [nothing, nothing] + [found[1] if found[1:] else nothing for found in hops]
     peak = nothing
     for number, trip in enumerate(trips):
         turning = trip.out.received + 2 * trip.whole + trip.home[0].sent
-        own = torch.stack([leaving[number], turning, coming[number + 1]]).amax(dim=0)
-        peak = torch.maximum(peak, leaving[number + 1] + own + coming[number])
+        own = torch.stack([leaving[number], turning, *hops[number]]).amax(dim=0)
+        peak = torch.maximum(peak, leaving[number + 1] + own + coming[number] + passing[number])
     return peak
