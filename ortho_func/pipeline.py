@@ -115,7 +115,8 @@ class _Trip:
     def pass_on(self) -> None:
         """All that the owners of this replica sent goes to this rank's peers, and theirs comes."""
         route, buffer = self.route, self.buffer
-        assert buffer is not None and self.ways.far is not None
+        assert buffer is not None
+        assert self.ways.far is not None
         buffer = self._wait(buffer, "second")
         sizes = (buffer.numel(),) * len(route.far)
         self.buffer = self._begin(

@@ -278,8 +278,9 @@ def plan(
         hops: how results reach the R replicas of S > 1 ranks each (HSDP): "one", from an owner to
             every rank; "two", to the ranks of its own replica and from each of them to its peers
             in the others: S + R - 2 connections a rank instead of R·S - 1, equally many bytes,
-            equal results. "auto" takes two on more than 65 ranks. Without replicas (FSDP), with
-            replicas of one rank (DDP) or with `reduce_gradients` nothing changes: one hop.
+            equal results; one bucket more is in flight. "auto" takes two on more than 65 ranks.
+            Without replicas (FSDP), with replicas of one rank (DDP) or with `reduce_gradients`
+            nothing changes: one hop.
         reduce_gradients: whether replicas hold gradients of their own (DDP under ``no_sync``).
             Each then sends what it has to the owner, which works on the average, and the
             first exchange takes the place of the gradients' all-reduce.

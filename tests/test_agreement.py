@@ -143,6 +143,7 @@ STATIC: dict[str, tuple[Any, Any]] = {
     "bucket_bytes": (2**20, 2**10),
     "wire": ("dense", "exact"),
     "balance": ("cost", "uniform"),
+    "hops": ("one", "two"),
 }
 
 
@@ -150,7 +151,7 @@ def build_with(rank: int, world: int, option: str, values: tuple[Any, Any], odd:
     (_, p), *_ = named(world)
     group = {"params": [("a", p)], "algorithm": "dion2" if option in ("fraction",) else "muon"}
     settings: dict[str, Any] = {}
-    where = settings if option in ("bucket_bytes", "wire", "balance") else group
+    where = settings if option in ("bucket_bytes", "wire", "balance", "hops") else group
     where[option] = values[rank == odd]
     ortho_func.Muon([group], **settings)
 

@@ -168,6 +168,7 @@ def test_plan_prints_a_table(capsys: Any) -> None:
     for name in (
         "bytes / least possible",
         "connections a rank",
+        "results go home in",
         "step, overlapped",
         "time to plan",
     ):

@@ -214,29 +214,33 @@ class Values:
 
 
 def exchange(
-    buffers: Sequence[Tensor], sizes: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+    buffers: Sequence[Tensor],
+    sizes: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """An all-to-all in one process; what each rank sends must be what the other expects."""
-    world = len(buffers)
+    """An all-to-all in each group; what each rank sends must be what the other expects."""
     for rank, (buffer, split) in enumerate(zip(buffers, sizes, strict=True)):
         assert buffer.numel() == sum(split), (rank, buffer.numel(), split)
     parts = [buffer.split(list(split)) for buffer, split in zip(buffers, sizes, strict=True)]
     found = []
-    for rank in range(world):
-        arrived = [parts[source][rank] for source in range(world)]
+    for rank, group in enumerate(groups):
+        arrived = [parts[source][groups[source].index(rank)] for source in group]
         assert [part.numel() for part in arrived] == list(expected[rank]), (rank, expected[rank])
         found.append(torch.cat(arrived))
     return found
 
 
-def nothing_leaves(sizes: Sequence[Sequence[int]]) -> None:
-    for rank, split in enumerate(sizes):
-        assert all(n == 0 for other, n in enumerate(split) if other != rank), (rank, split)
+def nothing_leaves(sizes: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]) -> None:
+    for rank, (split, group) in enumerate(zip(sizes, groups, strict=True)):
+        pairs = zip(group, split, strict=True)
+        assert all(n == 0 for other, n in pairs if other != rank), (rank, split)
 
 
 def check_bucket(values: Values, bucket: Bucket, found: Sequence[Route]) -> list[tuple[int, int]]:
     """Send, exchange, assemble, double, and all the way back; the matrices that owners saw."""
     buffers, shards, sides = [], [], []
+    near, far = [route.near for route in found], [route.far for route in found]
     for rank, route in enumerate(found):
         shards.append([values.shard(entry, rank).reshape(entry.shape) for entry in route.entries])
         sides.append(
@@ -252,9 +256,9 @@ def check_bucket(values: Values, bucket: Bucket, found: Sequence[Route]) -> list
         assert buffers[-1].dtype == bucket.wire_dtype
     if bucket.gathers:
         send, arrive = [route.send for route in found], [route.arrive for route in found]
-        buffers = exchange(buffers, send, arrive)
+        buffers = exchange(buffers, send, arrive, near)
     else:
-        nothing_leaves([route.send for route in found])
+        nothing_leaves([route.send for route in found], near)
 
     seen, results = [], []
     for rank, (route, buffer) in enumerate(zip(found, buffers, strict=True)):
@@ -273,9 +277,13 @@ def check_bucket(values: Values, bucket: Bucket, found: Sequence[Route]) -> list
 
     if bucket.returns:
         back, home = [route.back for route in found], [route.home for route in found]
-        results = exchange(results, back, home)
+        results = exchange(results, back, home, near)
     else:
-        nothing_leaves([route.back for route in found])
+        nothing_leaves([route.back for route in found], near)
+    if bucket.hops == 2:
+        sizes = [[x.numel()] * len(group) for x, group in zip(results, far, strict=True)]
+        copies = [x.repeat(len(group)) for x, group in zip(results, far, strict=True)]
+        results = exchange(copies, sizes, [route.passed for route in found], far)
     for rank, (route, result) in enumerate(zip(found, results, strict=True)):
         for n, (shard, vectors) in enumerate(unload(route, result, dtype=torch.float32)):
             assert torch.equal(shard, shards[rank][n] * 2), (rank, route.entries[n])

@@ -37,7 +37,13 @@ class Planned:
 
 
 def make_plan(
-    model: Model, mesh: Mesh, *, bucket_bytes: int, wire: Any = "auto", **options: Any
+    model: Model,
+    mesh: Mesh,
+    *,
+    bucket_bytes: int,
+    wire: Any = "auto",
+    hops: Any = "auto",
+    **options: Any,
 ) -> Planned:
     """Plan a model on a mesh, as an optimizer with these options would."""
     group = {**DEFAULTS, "algorithm": "muon", **options}
@@ -48,6 +54,7 @@ def make_plan(
         [group["wire_dtype"]],
         bucket_bytes=bucket_bytes,
         wire=wire,
+        hops=hops,
     )[0].plan
     return Planned(model, mesh, group, made, time.process_time() - began)
 
@@ -100,7 +107,7 @@ def figures_of(planned: Planned, hardware: Hardware, *, tables: bool = True) -> 
     work = _sum([trip.work for trip in trips])
     slabs = [slab for bucket in made.buckets for slab in bucket.slabs]
     costs = [_flops(planned, slab) for slab in slabs for _ in slab.members]
-    ways = [way for trip in trips for way in (trip.out, trip.home)]
+    ways = [way for trip in trips for way in (trip.out, *trip.home)]
     owned = torch.tensor([m.owner for slab in slabs for m in slab.members])
     return Figures(
         matrices=len(costs),
@@ -147,7 +154,7 @@ class _Trip:
 
     local: bool
     out: Exchange
-    home: Exchange
+    home: tuple[Exchange, ...]  # one or two hops
     work: Tensor
     whole: Tensor  # bytes of whole matrices
     out_time: Tensor
@@ -155,7 +162,7 @@ class _Trip:
 
 
 def _trip(planned: Planned, bucket: Bucket, peers: Peers, hardware: Hardware) -> _Trip:
-    out, home = exchanges(planned.plan, bucket, peers)
+    out, *home = exchanges(planned.plan, bucket, peers)
     work = torch.zeros(bucket.domain.size, dtype=torch.float64)
     whole = torch.zeros_like(work)
     for slab in bucket.slabs:
@@ -164,14 +171,15 @@ def _trip(planned: Planned, bucket: Bucket, peers: Peers, hardware: Hardware) ->
         work += count * _flops(planned, slab)
         whole += count * slab.rows * slab.cols * bucket.wire_dtype.itemsize
     return _Trip(
-        bucket.local, out, home, work, whole, _wire_time(out, hardware), _wire_time(home, hardware)
-    )
+        bucket.local, out, tuple(home), work, whole, _wire_time(out, hardware),
+        _sum([_wire_time(hop, hardware) for hop in home]),
+    )  # fmt: skip
 
 
 def _wire_time(way: Exchange, hardware: Hardware) -> Tensor:
-    """Every rank with something to send or get talks to every rank that has."""
+    """Every rank with something to send or get talks to every rank of its group that has."""
     busy = way.wire > 0
-    return busy * hardware.wire_seconds(way.wire, int(busy.sum()) - 1)
+    return busy * hardware.wire_seconds(way.wire, min(int(busy.sum()), way.reach) - 1)
 
 
 def _flops(planned: Planned, slab: Slab) -> float:
@@ -215,10 +223,12 @@ def _memory(trips: Sequence[_Trip]) -> Tensor:
     """The most at once of a bucket's own buffers and matrices and of its neighbours' buffers."""
     nothing = torch.zeros_like(trips[0].work)
     leaving = [trip.out.sent + trip.out.received for trip in trips] + [nothing]
-    coming = [nothing] + [trip.home.sent + trip.home.received for trip in trips]
+    hops = [[hop.sent + hop.received for hop in trip.home] for trip in trips]
+    coming = [nothing] + [found[0] for found in hops]
+    passing = [nothing, nothing] + [found[1] if found[1:] else nothing for found in hops]
     peak = nothing
     for number, trip in enumerate(trips):
-        turning = trip.out.received + 2 * trip.whole + trip.home.sent
-        own = torch.stack([leaving[number], turning, coming[number + 1]]).amax(dim=0)
-        peak = torch.maximum(peak, leaving[number + 1] + own + coming[number])
+        turning = trip.out.received + 2 * trip.whole + trip.home[0].sent
+        own = torch.stack([leaving[number], turning, *hops[number]]).amax(dim=0)
+        peak = torch.maximum(peak, leaving[number + 1] + own + coming[number] + passing[number])
     return peak

@@ -78,6 +78,12 @@ def _add_mesh_options(plan: argparse.ArgumentParser) -> None:
         help="ddp, fsdp, hsdp:REPLICAS, fsdp-tp:EXTENT, ep:EXTENT; one column each",
     )
     plan.add_argument("--wire", default="auto", choices=("auto", "dense", "exact"))
+    plan.add_argument(
+        "--hops",
+        default="auto",
+        choices=("auto", "one", "two"),
+        help="how results reach replicas: from their owner, or by way of the owner's replica",
+    )
     plan.add_argument("--wire-dtype", default="bfloat16", choices=_DTYPES)
     plan.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
 
@@ -104,6 +110,7 @@ def _plan(given: argparse.Namespace) -> None:
             mesh,
             bucket_bytes=int(given.bucket_mb * 2**20),
             wire=given.wire,
+            hops=given.hops,
             algorithm=given.algorithm,
             orthogonalizer=given.method,
             ns_steps=given.steps,

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ortho_func.cli.figures import Figures, Planned
 from ortho_func.cli.table import Table
+from ortho_func.plan import Plan
 
-__all__ = ["figure_table", "seconds", "shape_table", "size"]
+__all__ = ["figure_table", "hops_home", "seconds", "shape_table", "size"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -68,6 +69,12 @@ def shape_table(planned: Planned, figures: Figures) -> Table:
     return Table(f"{planned.model.name}: what is orthogonalized", head, rows)
 
 
+def hops_home(made: Plan) -> str:
+    """In how many hops the results of buckets that travel do."""
+    found = sorted({bucket.hops for bucket in made.buckets if bucket.returns})
+    return " and ".join({1: "one hop", 2: "two hops"}[hops] for hops in found) or "no hop"
+
+
 _ROWS: tuple[tuple[str, Callable[[Planned, Figures], str]], ...] = (
     ("matrices", lambda p, f: str(f.matrices)),
     ("ranks that own any", lambda p, f: str(int((f.owned > 0).sum()))),
@@ -84,6 +91,7 @@ _ROWS: tuple[tuple[str, Callable[[Planned, Figures], str]], ...] = (
     ("memory in flight a rank", lambda p, f: _span(f.memory, size)),
     ("index tables, busiest rank", lambda p, f: size(f.table_bytes)),
     ("connections a rank", lambda p, f: _span(f.connections)),
+    ("results go home in", lambda p, f: hops_home(p.plan)),
     ("buckets", lambda p, f: ", ".join(f"{n} {how}" for how, n in f.buckets.items())),
     ("time to plan", lambda p, f: seconds(p.seconds)),
 )

@@ -26,17 +26,19 @@ class Exchange:
     """One exchange of a bucket: bytes in each rank's buffers, by rank.
 
     `kept` is the part of a rank's buffer that it sends to itself: it never reaches the wire.
+    `reach` is the size of the groups that exchange.
     """
 
     sent: Tensor
     received: Tensor
     kept: Tensor
+    reach: int
 
     @classmethod
-    def empty(cls, ranks: int) -> Exchange:
+    def empty(cls, ranks: int, reach: int) -> Exchange:
         """An exchange in which nothing is sent."""
-        zeros = [torch.zeros(ranks, dtype=torch.int64) for _ in range(3)]
-        return cls(*zeros)
+        sent, received, kept = torch.zeros(3, ranks, dtype=torch.int64)
+        return cls(sent, received, kept, reach)
 
     def add_(self, sizes: Tensor, owners: Tensor, *, home: bool) -> None:
         """Add one matrix of each of `owners`: from all ranks to it, or from it home."""
@@ -44,6 +46,12 @@ class Exchange:
         spread += len(owners) * sizes
         gathered.index_add_(0, owners, sizes.sum().expand(len(owners)))
         self.kept.index_add_(0, owners, sizes[owners])
+
+    def pass_on_(self, held: Tensor, inside: Tensor) -> None:
+        """Every rank inside a replica sends what it holds to its peers, itself among them."""
+        self.sent.add_(held * inside * self.reach)
+        self.kept.add_(held * inside)
+        self.received.add_(held)
 
     @property
     def wire(self) -> Tensor:
@@ -61,9 +69,10 @@ class Peers:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.found: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        self.found: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.passing: dict[int, tuple[Tensor, Tensor]] = {}  # place in a replica, whether it passes
 
-    def add_(self, alike: tuple[int, bool], owners: Tensor, others: Tensor) -> None:
+    def add_(self, alike: tuple[int, ...], owners: Tensor, others: Tensor) -> None:
         """Every one of `owners` exchanges with the ranks where `others` is True.
 
         Where `alike` is the same, so is `others`.
@@ -72,35 +81,57 @@ class Peers:
             self.found[alike] = torch.zeros_like(others), others
         self.found[alike][0][owners] = True
 
+    def pass_on_(self, layout: Layout, holds: Tensor) -> None:
+        """Ranks that hold anything exchange with their peers."""
+        if id(layout) not in self.passing:
+            first = layout.replica(0)
+            places = torch.zeros(self.ranks, dtype=torch.int64)
+            for place, rank in enumerate(first):
+                places[list(layout.peers(rank))] = place
+            self.passing[id(layout)] = places, torch.zeros_like(holds)
+        self.passing[id(layout)][1].logical_or_(holds)
+
     def counts(self) -> Tensor:
         """By rank, how many others it exchanges anything with."""
         pairs = torch.zeros(self.ranks, self.ranks, dtype=torch.bool)
         for owners, others in self.found.values():
             pairs |= owners[:, None] & others
+        for places, holds in self.passing.values():
+            pairs |= (places[:, None] == places) & holds
         both = pairs | pairs.T
         both.fill_diagonal_(False)
         return both.sum(dim=1)
 
 
-def exchanges(made: Plan, bucket: Bucket, peers: Peers | None = None) -> tuple[Exchange, Exchange]:
-    """Both exchanges of a bucket."""
+def exchanges(made: Plan, bucket: Bucket, peers: Peers | None = None) -> tuple[Exchange, ...]:
+    """The exchanges of a bucket: out, home, and with two hops what is passed on."""
     ranks = bucket.domain.size
-    out, home = Exchange.empty(ranks), Exchange.empty(ranks)
+    layout, two = made.params[bucket.items[0].param].layout, bucket.hops == 2
+    reach = len(layout.replica(0)) if two else ranks
+    out, home = Exchange.empty(ranks, reach), Exchange.empty(ranks, reach)
+    passed = Exchange.empty(ranks, ranks // reach)
     for slab in bucket.slabs:
         for layout, geometry, replica, owners in _alike(made, slab, ranks):
             if bucket.local:
                 continue
             sizes = _sizes(made, bucket, slab, geometry, home=True)
+            inside = torch.tensor(layout.replicas) == replica
             if bucket.returns:
-                home.add_(sizes, owners, home=True)
+                home.add_(sizes * inside if two else sizes, owners, home=True)
+            if two:
+                passed.pass_on_(sizes * len(owners), inside)
             if bucket.gathers:
-                inside = torch.tensor(layout.replicas) == replica
                 gathered = _sizes(made, bucket, slab, geometry, home=False) * inside
                 out.add_(gathered, owners, home=False)
             if peers is not None:
                 padded = slab.grid is not None and bucket.gathers
-                peers.add_((id(geometry.pieces), padded), owners, sizes > 0)
-    return out, home
+                holds = sizes > 0
+                if two:
+                    peers.pass_on_(layout, holds)
+                    peers.add_((id(geometry.pieces), padded, replica), owners, holds & inside)
+                else:
+                    peers.add_((id(geometry.pieces), padded), owners, holds)
+    return (out, home, passed) if two else (out, home)
 
 
 def _alike(made: Plan, slab: Slab, ranks: int) -> list[tuple[Layout, MatrixGeometry, int, Tensor]]:

@@ -20,8 +20,9 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group:
 
     Args:
         x: 1-D and contiguous, the parts for rank 0, 1, … one after the other.
-        send: how many elements go to each rank; zeros are fine. Static integers that come from
-            the plan: what a rank sends must be what the other expects.
+        send: how many elements go to each rank; zeros are fine (but NCCL connects the ranks
+            all the same). Static integers that come from the plan: what a rank sends must be
+            what the other expects.
         receive: how many come from each rank.
         group: the process group's name (``group.group_name``).
 
