@@ -595,7 +595,8 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
 
     # Code of its own: torch counts recompilations by code object, over all optimizers otherwise.
     whole_step.__code__ = whole_step.__code__.replace()
-    return torch.compile(whole_step, fullgraph=True, dynamic=False, **_compiler_options(how))
+    options = {"fullgraph": True, "dynamic": False, **_compiler_options(how)}
+    return torch.compile(whole_step, **options)
 
 
 def _compiler_options(how: bool | dict[str, Any]) -> dict[str, Any]:
