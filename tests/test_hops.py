@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import Replicate, Shard, by_placements, scatter_like, train, whole_tensors
-from test_compile import Seen, Trace, collectives, fake_world
+from test_compile import Capture, Seen, Trace, collectives, events_of, fake_world
 from test_wire import check_round_trip, plans
 
 import ortho_func
@@ -133,12 +134,11 @@ def test_sums_over_replicas_take_one(pool: Any) -> None:
 # One graph, and the order of collectives.
 
 
-def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str]]:
-    """Whether compiled is close to eager, the number of graphs, and collectives in eager order."""
-    results = []
-    backend = Trace()
+def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str], list[str]]:
+    """Whether compiled is close to eager; the number of graphs; collectives of eager and graph."""
+    results, backend = [], Capture()
     shapes = {f"w{n}": (8, 12) for n in range(12)}
-    for compiled in (False, {"backend": "aot_eager"}, {"backend": backend}):
+    for compiled in (False, {"backend": backend}):
         params = by_placements(whole_tensors(shapes, seed), (2, 2), [COPIES, ROWS])
         optimizer = NorMuon(
             list(params.items()), lr=0.1, hops="two", bucket_bytes=200, compile=compiled,
@@ -146,34 +146,34 @@ def traced(rank: int, world: int, seed: int) -> tuple[bool, int, list[str]]:
         )  # fmt: skip
         for name, p in params.items():
             p.grad = scatter_like(whole_tensors(shapes, seed + 1)[name], p)
-        with Seen() as seen:
+        with nullcontext() if compiled else Seen() as seen:
             optimizer.step()
-        if compiled is False:
+        if seen is not None:
             events = collectives(seen.events)
         results.append([p.to_local().detach() for p in params.values()])
-    equal = all(all(map(torch.allclose, results[0], other)) for other in results[1:])
-    return equal, len(backend.traced), events
+    equal = all(map(torch.allclose, *results))
+    (graph,) = backend.lowered
+    return equal, len(backend.traced), events, collectives(events_of(graph.graph))
 
 
 def test_one_graph_and_one_order(pool: Any) -> None:
     """Three buckets: hop 2 of one begins after hop 1 of the next, and is waited for after that."""
-    found = pool.run(traced, torch.seed() % 2**31, world=4)
     send, wait = "all_to_all_single", "wait_tensor"
     expected = [send]  # out 0
     expected += [send, wait, send]  # out 1, turn 0
     expected += [send, wait, send, wait, send]  # out 2, turn 1, pass 0 on
     expected += [wait, send, wait, send, wait]  # turn 2, pass 1 on, 0 is home
     expected += [wait, send, wait, wait]  # pass 2 on, 1 is home, 2 is home
-    for equal, graphs, events in found:
+    for equal, graphs, eager, graph in pool.run(traced, torch.seed() % 2**31, world=4):
         assert equal
         assert graphs == 1
-        assert events == expected
+        assert eager == graph == expected
 
 
 def nodes_of_a_step(world: int, wire: Any, hops: Hops) -> int:
     """Nodes of rank 0's graph on 16 replicas; it owns one matrix of four."""
     backend = Trace()
-    shapes = {f"w{n}": (64, 24) for n in range(4)}
+    shapes = {f"w{n}": (128, 24) for n in range(4)}
     with fake_world(world):
         params = by_placements(whole_tensors(shapes, 0), (16, world // 16), [COPIES, ROWS])
         optimizer = NorMuon(
@@ -189,9 +189,12 @@ def nodes_of_a_step(world: int, wire: Any, hops: Hops) -> int:
 
 @pytest.mark.parametrize("wire", ["dense", "exact"])
 def test_the_graph_does_not_grow_with_the_world(wire: str) -> None:
+    """(Directly it does where buckets are dense: an owner's parts are picked for every rank.)"""
     few, many = (nodes_of_a_step(world, wire, "two") for world in (64, 1024))
-    assert few == many
-    assert 0 < few - nodes_of_a_step(64, wire, "one") <= 4  # a wait, a repeat, an exchange
+    assert few == many, (few, many)
+    direct = nodes_of_a_step(64, wire, "one")
+    # besides a wait, a repeat and an exchange
+    assert 0 < few - direct <= 4 if wire == "exact" else few < direct, (few, direct)
 
 
 # The plan, without processes.
