@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ortho_func import newton_schulz
 from ortho_func.coefficients import schedule
+from ortho_func.primitives import orthogonalize as module
 from ortho_func.primitives.orthogonalize import flops
 
 PUBLISHED = (("jordan", 5), ("you", 5), ("polar_express", 5))
 SHAPES = ((1, 768, 768), (1, 768, 3072), (4, 768, 768), (4, 768, 3072))
+CURVE = ((48, 256, 256), (8, 768, 768), (12, 256, 1024))
 RATES = ((48, 256, 256), (12, 256, 1024), (8, 768, 768), (4, 768, 3072), (4, 1536, 1536))
 
 
@@ -79,6 +81,7 @@ def run(*, threads: int = 2, repeats: int = 15, seconds: float = 8.0) -> dict[st
         result["cases"][name] = measure.alternate(calls, repeats=repeats, seconds=seconds)
     for shape in RATES:
         result["rates"]["×".join(map(str, shape))] = rate(shape, repeats, generator, seconds / 2)
+    result["cache"] = cache_curve(repeats, seconds / 2)
     return result
 
 
@@ -104,6 +107,29 @@ def rate(
     square = n * 2 * rows**3
     fast = (long + square) / (medians["long"] + medians["short"])
     return (work / medians["ours"]) / fast
+
+
+def at_once(kibibytes: int, x: Tensor) -> Tensor:
+    """`newton_schulz` where a CPU takes so much of a batch at a time."""
+    before = module._CACHED_BYTES
+    module._CACHED_BYTES = kibibytes * 1024
+    try:
+        return newton_schulz(x)
+    finally:
+        module._CACHED_BYTES = before
+
+
+def cache_curve(repeats: int, seconds: float) -> dict[str, measure.Times]:
+    """Times by how much of a batch is taken at a time, in KiB of the short side's matrices."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for shape in CURVE:
+        x = torch.randn(shape, generator=generator).bfloat16()
+        calls = {str(n): partial(at_once, n, x) for n in (512, 1024, 2048, 4096, 2**20)}
+        found["×".join(map(str, shape))] = measure.alternate(
+            calls, repeats=repeats, seconds=seconds
+        )
+    return found
 
 
 def equal_error(errors_of: dict[str, list[float]], theirs: str) -> str | None:

@@ -180,13 +180,26 @@ def orthogonalizer(found: dict[str, Any] | None, targets: list[Target]) -> str:
     for shape, rate in found["rates"].items():
         targets.append((f"orthogonalizer, {shape}: share of a plain product's rate", RATE, rate))
     head = ("matrices", "published schedule", "ours at equal error", "ratio")
-    return f"\n## The orthogonalizer alone\n\n{ALONE}{measure.table(head, rows)}"
+    text = f"\n## The orthogonalizer alone\n\n{ALONE}{measure.table(head, rows)}"
+    curve = []
+    for shape, times in found["cache"].items():
+        medians = measure.medians(times)
+        curve.append([shape, *(f"{seconds / medians['2048']:.2f}" for seconds in medians.values())])
+    sizes = [f"{n} KiB" for n in ("512", "1024", "2048", "4096")]
+    return text + CURVE + measure.table(("matrices", *sizes, "all at once"), curve)
 
 
 ALONE = """\
 bfloat16, 2 threads. A published schedule's three products a step, written plainly or with
 additions fused into the products (`baddbmm`). Ours takes the fewest steps whose errors are no worse
 on the three spectra.
+
+"""
+
+
+CURVE = """
+How much of a batch a CPU takes at a time, counted in matrices of the short side; time over that of
+the default, 2048 KiB:
 
 """
 
