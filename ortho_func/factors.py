@@ -78,7 +78,7 @@ class Held:
 def parts_of(shape: Sequence[int], reading: Reading, fraction: float) -> tuple[Part, ...]:
     """The parts of a parameter, r = ⌈fraction·min(R, C)⌉ for blocks of R rows.
 
-    Example:
+    Examples:
         >>> found = parts_of((12, 16), Reading(split_sizes=(8, 2, 2)), 0.5)
         >>> [(part.blocks, part.row, part.rows, part.rank, part.column) for part in found]
         [(1, 0, 8, 4, 0), (2, 8, 4, 1, 4)]

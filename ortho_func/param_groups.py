@@ -73,7 +73,7 @@ Options = Mapping[str, Any] | Callable[[Candidate], Mapping[str, Any]] | None
 class Rule(NamedTuple):
     """What to do with the parameters that match.
 
-    Args:
+    Attributes:
         name: what `ParamGroups.explain` says.
         match: a pattern of the name with ``*``; a type, or types, of the module that holds the
             parameter; or a function of a `Candidate`.
@@ -235,7 +235,7 @@ def param_groups(
         ValueError: for an unknown algorithm, or options of a rule that do not fit a parameter.
         TypeError: for something that is no module.
 
-    Example:
+    Examples:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 8), nn.LayerNorm(8))
         >>> for group in param_groups(model, lr=0.02):

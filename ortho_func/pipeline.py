@@ -171,7 +171,7 @@ class _Trip:
 def shortened(ranks: Sequence[int], most: int = 8) -> str:
     """The first of many ranks, in words.
 
-    Example:
+    Examples:
         >>> shortened(range(1024), 3)
         '0, 1, 2 and 1021 more'
     """
@@ -194,7 +194,7 @@ def in_batches(
     Returns:
         The results, in order.
 
-    Example:
+    Examples:
         >>> stacks = [torch.ones(1, 2, 3), torch.ones(4, 2, 3), torch.ones(1, 3, 3)]
         >>> [x.shape[0] for x, _ in in_batches(lambda x, s: (-x, s), stacks, [(), (), ()])]
         [1, 4, 1]

@@ -288,7 +288,7 @@ def plan(
     Raises:
         ValueError: a parameter that cannot be read as matrices, or a placement such as Partial.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from ortho_func import plan
         >>> made = plan({"w": torch.randn(4, 8), "v": torch.randn(8, 2)})
@@ -438,7 +438,7 @@ def split_dim(geometry: MatrixGeometry) -> str | None:
 def slice_count(fraction: float, extent: int) -> int:
     """How many of `extent` slices a fraction selects: ⌈αn⌉, at least one of any.
 
-    Example:
+    Examples:
         >>> slice_count(0.25, 18), slice_count(0.2, 15), slice_count(0.25, 0)
         (5, 3, 0)
     """

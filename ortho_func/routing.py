@@ -132,7 +132,7 @@ class Route:
 def routes(made: Plan, rank: int, device: torch.device | str = "cpu") -> tuple[Route, ...]:
     """The routes of one process, by its global rank; index tables lie on `device`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from ortho_func.plan import plan
         >>> (route,) = routes(plan({"w": torch.randn(4, 8)}), rank=0)

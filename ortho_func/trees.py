@@ -23,7 +23,7 @@ Readings = Mapping[str, Reading] | Callable[[str, Tensor], Reading | None]
 def named_leaves(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     """Names and leaves in the tree's order, and its structure; None is a leaf.
 
-    Example:
+    Examples:
         >>> import torch
         >>> named_leaves({"blocks": [{"w": torch.ones(2)}], "head": torch.ones(1)})[0]
         ['blocks.0.w', 'head']
@@ -43,7 +43,7 @@ def _part(key: Any) -> str:
 def first_match(name: str, patterns: Mapping[str, T]) -> T | None:
     """The value of the first pattern that matches: ``*`` stands for any text.
 
-    Example:
+    Examples:
         >>> first_match("blocks.0.bias", {"*.weight": 1, "blocks.*": 2, "*": 3})
         2
     """

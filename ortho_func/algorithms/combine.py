@@ -29,7 +29,7 @@ def chain(*transforms: Transform) -> Transform:
 
     Source: the idea is that of ``optax.chain``.
 
-    Example:
+    Examples:
         >>> from ortho_func import clip_by_global_norm, scale
         >>> tx = chain(clip_by_global_norm(1.0), scale(-0.1))
         >>> params = [torch.zeros(1), torch.zeros(1)]
@@ -79,7 +79,7 @@ def partition(transforms: Mapping[str, Transform], labels: Labels) -> Transform:
 
     Source: the idea is that of ``optax.partition``.
 
-    Example:
+    Examples:
         >>> from ortho_func import adamw, muon
         >>> tx = partition(
         ...     {"matrix": muon(lr=0.02), "rest": adamw(lr=3e-4)},
@@ -175,7 +175,7 @@ def inject(transform: Transform, **values: float | Tensor) -> Transform:
 
     Source: the idea is that of ``optax.inject_hyperparams``.
 
-    Example:
+    Examples:
         >>> from ortho_func import muon
         >>> tx = inject(muon(weight_decay=0.0), lr=0.02)
         >>> params = {"w": torch.eye(2)}

@@ -138,7 +138,7 @@ def muon(
     Source: Jordan 2024, https://kellerjordan.github.io/posts/muon/; s and λ from arXiv
     2502.16982.
 
-    Example:
+    Examples:
         >>> from ortho_func import apply_updates
         >>> tx = muon(lr=0.5, weight_decay=0.0, orthogonalizer="svd")
         >>> params = {"w": torch.zeros(2, 2)}
@@ -184,7 +184,7 @@ def normuon(
 
     Source: arXiv 2510.05491, Algorithm 1.
 
-    Example:
+    Examples:
         >>> state = normuon(lr=0.02).init({"w": torch.zeros(4, 8)})
         >>> state.row_variance["w"].shape
         torch.Size([4, 1])
@@ -225,7 +225,7 @@ def dion2(
 
     Source: arXiv 2512.16928.
 
-    Example:
+    Examples:
         >>> tx = dion2(lr=0.1, weight_decay=0.0, fraction=0.5)
         >>> params = {"w": torch.zeros(4, 8)}
         >>> updates, _ = tx.update({"w": torch.randn(4, 8)}, tx.init(params), params)
@@ -272,7 +272,7 @@ def dion3(
 
     Source: arXiv 2512.16928 and arXiv 2510.05491.
 
-    Example:
+    Examples:
         >>> dion3(lr=0.02).init([torch.zeros(4, 8)])._fields
         ('steps', 'momentum_buffer', 'row_variance')
     """
@@ -311,7 +311,7 @@ def dion(
 
     Source: arXiv 2504.05295, Algorithms 1 and 2.
 
-    Example:
+    Examples:
         >>> tx = dion(lr=0.1, weight_decay=0.0, rank_fraction=0.5)
         >>> params = {"w": torch.zeros(4, 8)}
         >>> updates, state = tx.update({"w": torch.randn(4, 8)}, tx.init(params), params)

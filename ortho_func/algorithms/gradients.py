@@ -55,7 +55,7 @@ class TraceState(NamedTuple):
 def stateless(function: Callable[[Tree], Tree]) -> Transform:
     """A function of the gradients alone as a transform; its state is empty.
 
-    Example:
+    Examples:
         >>> tx = stateless(lambda grads: elementwise(torch.sign, grads))
         >>> tx.update([torch.tensor([3.0, -2.0])], tx.init([]), None)[0]
         [tensor([ 1., -1.])]
@@ -72,7 +72,7 @@ def stateless(function: Callable[[Tree], Tree]) -> Transform:
 def scale(factor: Scalar) -> Transform:
     """Multiply by a number or a 0-d tensor: U = factor·G.
 
-    Example:
+    Examples:
         >>> scale(-0.1).update([torch.ones(1)], ())[0]
         [tensor([-0.1000])]
     """
@@ -82,7 +82,7 @@ def scale(factor: Scalar) -> Transform:
 def scale_by_schedule(schedule: Callable[[Tensor], Scalar]) -> Transform:
     """Multiply by a function of the number of steps done: U = schedule(t)·G.
 
-    Example:
+    Examples:
         >>> tx = scale_by_schedule(lambda step: -0.1 / (1 + step))
         >>> _, state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]))
         >>> tx.update([torch.ones(1)], state)[0]
@@ -106,7 +106,7 @@ def add_decayed_weights(weight_decay: Hyperparameter) -> Transform:
     Raises:
         ValueError: for a negative number.
 
-    Example:
+    Examples:
         >>> tx = add_decayed_weights(0.5)
         >>> params = [torch.ones(1)]
         >>> tx.update([torch.ones(1)], tx.init(params), params)[0]
@@ -138,7 +138,7 @@ def momentum(
     Raises:
         ValueError: for a number outside [0, 1).
 
-    Example:
+    Examples:
         >>> tx = momentum(0.5)
         >>> updates, state = tx.update([torch.ones(1)], tx.init([torch.zeros(1)]))
         >>> updates, state.momentum_buffer
@@ -185,7 +185,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     Source: arXiv 1211.5063, algorithm 1.
 
-    Example:
+    Examples:
         >>> tx = clip_by_global_norm(1.0)
         >>> tx.update([torch.tensor([3.0]), torch.tensor([4.0])], ())[0]
         [tensor([0.6000]), tensor([0.8000])]

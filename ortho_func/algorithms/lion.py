@@ -30,7 +30,7 @@ def lion_step(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What to add to the parameters, fp32 at least, and the new momenta.
 
-    Example:
+    Examples:
         >>> import torch
         >>> zero = torch.zeros(2)
         >>> updates, momenta = lion_step(

@@ -298,7 +298,7 @@ def on_whole_matrices(
     Raises:
         ValueError: when called, on leaves that cannot be read as matrices, or are not the plan's.
 
-    Example:
+    Examples:
         >>> from ortho_func import orthogonalize
         >>> unit = on_whole_matrices(orthogonalize)
         >>> tree = unit({"a": torch.eye(3), "b": [torch.ones(1, 4), None]})

@@ -19,7 +19,7 @@ Sided = tuple[Tensor, tuple[Tensor, ...]]
 def finite_or_nan(function: Callable[[Tensor], Sided], x: Tensor) -> Sided:
     """A function of matrices [n, R, C], and what else it returns; NaN for those not finite.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([[[1.0, 2.0]], [[1.0, torch.inf]]])
         >>> finite_or_nan(lambda x: (-x, ()), x)[0].flatten(1)
         tensor([[-1., -2.],

@@ -83,7 +83,7 @@ def adamw(
 
     Source: arXiv 1711.05101, as in ``torch.optim.AdamW``.
 
-    Example:
+    Examples:
         >>> tx = adamw(lr=0.1, weight_decay=0.0)
         >>> params = [torch.zeros(2)]
         >>> tx.update([torch.tensor([3.0, -0.2])], tx.init(params), params)[0]
@@ -138,7 +138,7 @@ def lion(
 
     Source: arXiv 2302.06675, Algorithm 2.
 
-    Example:
+    Examples:
         >>> tx = lion(lr=0.1, weight_decay=0.0)
         >>> params = [torch.zeros(2)]
         >>> tx.update([torch.tensor([3.0, -0.2])], tx.init(params), params)[0]

@@ -25,7 +25,7 @@ def _progress(step: Tensor, start: int, length: int) -> Tensor:
 def linear(first: float, last: float, steps: int) -> Schedule:
     """From `first` to `last` in `steps` steps, and `last` from then on.
 
-    Example:
+    Examples:
         >>> linear(1.0, 0.0, 4)(torch.tensor(1))
         tensor(0.7500)
     """
@@ -42,7 +42,7 @@ def cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> S
 
     Source: arXiv 1608.03983, equation 5.
 
-    Example:
+    Examples:
         >>> [round(float(cosine(1.0, 10, warmup=2)(torch.tensor(t))), 3) for t in (0, 1, 2, 6, 10)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
@@ -64,7 +64,7 @@ def trapezoid(peak: float, steps: int, *, warmup: int = 0, decay: int = 0) -> Sc
 
     Source: arXiv 2106.04560 (with a linear decay), as used with Muon by Jordan 2024.
 
-    Example:
+    Examples:
         >>> [float(trapezoid(1.0, 8, warmup=2, decay=4)(torch.tensor(t))) for t in (0, 1, 4, 6, 8)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """

@@ -52,7 +52,7 @@ class Transform(NamedTuple):
 
     Source: the idea is that of optax, https://github.com/google-deepmind/optax.
 
-    Example:
+    Examples:
         >>> def update(grads, state, params=None):
         ...     return elementwise(lambda g: -0.1 * g.sign(), grads), state
         >>> sign_descent = Transform(lambda params: (), update)
@@ -80,7 +80,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     Raises:
         ValueError: if the structures differ.
 
-    Example:
+    Examples:
         >>> apply_updates([torch.ones(2)], [torch.tensor([0.5, -0.5])])
         [tensor([1.5000, 0.5000])]
     """
@@ -104,7 +104,7 @@ def elementwise(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> T
     Raises:
         ValueError: if the structures differ.
 
-    Example:
+    Examples:
         >>> elementwise(torch.add, {"w": torch.ones(2), "b": None}, {"w": torch.ones(2), "b": None})
         {'w': tensor([2., 2.]), 'b': None}
     """

@@ -18,7 +18,7 @@ def least_busiest(costs: Sequence[float], ranks: int) -> float:
     matrices in ranks of that size would need more ranks than there are: Martello and Toth's
     bound L2 for bin packing (Knapsack Problems, 1990, section 8.3).
 
-    Example:
+    Examples:
         >>> round(least_busiest([3.0, 3.0, 3.0, 1.0], 2), 6)
         6.0
     """

@@ -37,7 +37,7 @@ def find_hardware(text: str) -> Hardware:
     Raises:
         ValueError: for an unknown name, or a value that is no positive number.
 
-    Example:
+    Examples:
         >>> find_hardware("tflops=800,gbps=25")
         Hardware(tflops=800.0, gbps=25.0, latency_us=1.0)
     """

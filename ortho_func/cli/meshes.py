@@ -89,7 +89,7 @@ def find_mesh(text: str, ranks: int) -> Mesh:
     Raises:
         ValueError: for an unknown name, or an extent that does not divide the ranks.
 
-    Example:
+    Examples:
         >>> find_mesh("hsdp:8", 64)
         Mesh(kind='hsdp', ranks=64, extent=8)
     """

@@ -151,7 +151,7 @@ def find_model(text: str) -> Model:
     Raises:
         ValueError: for what is neither, or says what cannot be read.
 
-    Example:
+    Examples:
         >>> [weight.shape for weight in find_model("2*18x2304,128x768x2048").weights]
         [(18, 2304), (18, 2304), (128, 768, 2048)]
     """

@@ -18,7 +18,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def size(count: float) -> str:
     """A number of bytes.
 
-    Example:
+    Examples:
         >>> size(3 * 2**20), size(100)
         ('3.00 MiB', '100 B')
     """
@@ -31,7 +31,7 @@ def size(count: float) -> str:
 def seconds(value: float) -> str:
     """A time.
 
-    Example:
+    Examples:
         >>> seconds(0.01234), seconds(2.5)
         ('12.3 ms', '2.50 s')
     """

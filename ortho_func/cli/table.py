@@ -23,7 +23,7 @@ class Table:
 def plain(table: Table) -> str:
     """The table as aligned text.
 
-    Example:
+    Examples:
         >>> print(plain(Table("Sizes", ("shape", "count"), [("4x8", "12")])))
         Sizes
         shape  count
@@ -41,7 +41,7 @@ def plain(table: Table) -> str:
 def markdown(table: Table) -> str:
     """The table as Markdown, without its title.
 
-    Example:
+    Examples:
         >>> print(markdown(Table("Sizes", ("shape", "count"), [("4x8", "12")])))
         | shape | count |
         | --- | ---: |

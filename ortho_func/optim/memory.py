@@ -16,7 +16,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     Parameters are named as they were given, else by number and group. The optimizers here hold
     all of their state from construction on; torch's own hold it after a first step.
 
-    Example:
+    Examples:
         >>> from ortho_func import Muon
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> state_bytes(Muon(layer.named_parameters()))

@@ -102,7 +102,7 @@ class Muon(OrthogonalOptimizer):
 
     Source: Jordan 2024, https://kellerjordan.github.io/posts/muon/.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> opt = Muon(layer.parameters(), lr=0.02)
         >>> layer(torch.randn(2, 8)).square().mean().backward()
@@ -174,7 +174,8 @@ class NorMuon(OrthogonalOptimizer):
     O = orth(B);  V ← β₂V + (1 − β₂)mean_C(O²);  Ô = O/(√V + ε) · ‖O‖_F/‖O/(√V + ε)‖_F;
     X ← (1 − lr·λ)X − lr·s·Ô
 
-    V, fp32, has one value per row of each matrix. The result does not depend on the sharding.
+    V, fp32 at least, has one value per row of each matrix. The result does not depend on the
+    sharding.
 
     Args:
         params: as in `Muon`.
@@ -187,7 +188,7 @@ class NorMuon(OrthogonalOptimizer):
     Source: arXiv 2510.05491, Algorithm 1, which is ``nesterov=False`` and
     ``adjust_lr_fn="match_rms_adamw"`` here; its authors' code looks ahead.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> opt = NorMuon(layer.parameters(), lr=0.02)
         >>> sorted(opt.state[layer.weight])
@@ -228,7 +229,7 @@ class Dion2(OrthogonalOptimizer):
 
     Source: arXiv 2512.16928.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> opt = Dion2(layer.parameters(), lr=0.02, fraction=0.5)
         >>> layer(torch.randn(2, 8)).square().mean().backward()
@@ -272,7 +273,7 @@ class Dion3(OrthogonalOptimizer):
 
     Source: arXiv 2512.16928 and arXiv 2510.05491.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> opt = Dion3(layer.parameters(), lr=0.02, fraction=0.5)
         >>> sorted(opt.state[layer.weight])
@@ -302,7 +303,9 @@ class Dion(OrthogonalOptimizer):
     B = M + G;  P = orthonormal basis of BQ;  W = BᵀP;  M ← B − (1 − μ)PWᵀ;
     Q ← W with columns of norm 1;  X ← (1 − lr·λ)X − lr·√(R/C)·PQᵀ
 
-    Q, of C×r for a matrix of R×C, r = ⌈rank_fraction·min(R, C)⌉, is state: `right_factor`, fp32.
+    Q, of C×r for a matrix of R×C, r = ⌈rank_fraction·min(R, C)⌉, is state: `right_factor`, fp32 at
+    least.
+
     Matrices never travel: BQ is summed over the ranks that share rows, P comes back, then BᵀP is
     summed over those that share columns and Q comes back. That is 2Rr elements a matrix for every
     rank that holds all its rows and 2Cr for every rank that holds all its columns, so many ranks
@@ -325,7 +328,7 @@ class Dion(OrthogonalOptimizer):
 
     Source: arXiv 2504.05295, Algorithms 1 and 2.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(8, 4, bias=False)
         >>> opt = Dion(layer.parameters(), lr=0.02, rank_fraction=0.5)
         >>> layer(torch.randn(2, 8)).square().mean().backward()

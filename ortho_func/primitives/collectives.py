@@ -32,7 +32,7 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], *, group:
     Raises:
         ValueError: if `send` does not add up to the buffer's size.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> store = dist.HashStore()
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -22,7 +22,7 @@ def _transformed() -> bool:
 def mul(tensors: Sequence[Tensor], factor: float | Tensor | Sequence[float]) -> list[Tensor]:
     """Each tensor times a number, a 0-d tensor, or a number of its own.
 
-    Example:
+    Examples:
         >>> mul([torch.ones(1), torch.ones(1)], [2.0, 3.0])
         [tensor([2.]), tensor([3.])]
     """
@@ -62,7 +62,7 @@ def lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Write each source into its target, in the target's dtype.
 
-    Example:
+    Examples:
         >>> narrow = torch.zeros(2, dtype=torch.bfloat16)
         >>> copy_([narrow], [torch.ones(2)])
         >>> narrow

@@ -29,7 +29,7 @@ def lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: Scalar) -> list
 def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> list[Tensor]:
     """Exponential moving average, M ← βM + (1 − β)G, rounded once to M's dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> ema([torch.zeros(2)], [torch.ones(2)], 0.9)[0]
         tensor([0.1000, 0.1000])
@@ -40,7 +40,7 @@ def ema(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> lis
 def ema_(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: Scalar) -> None:
     """`ema`, written into M.
 
-    Example:
+    Examples:
         >>> import torch
         >>> m = torch.zeros(2)
         >>> ema_([m], [torch.ones(2)], 0.9)

@@ -29,7 +29,7 @@ def normalize_rows(
 
     Source: NorMuon, arXiv 2510.05491, Algorithm 1; the rescaling by the norm as published there.
 
-    Example:
+    Examples:
         >>> o = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
         >>> out, v = normalize_rows(o, torch.zeros(2), beta2=0.0, eps=0.0)
         >>> out, v

@@ -29,7 +29,7 @@ def pack(
     Raises:
         ValueError: without tensors.
 
-    Example:
+    Examples:
         >>> flat, receipt = pack([torch.zeros(2, 3), torch.ones(2)])
         >>> flat.shape, receipt
         (torch.Size([8]), ((2, 3), (2,)))
@@ -45,7 +45,7 @@ def unpack(flat: Tensor, receipt: Sequence[Sequence[int]]) -> list[Tensor]:
     Raises:
         ValueError: if the buffer's size is not the receipt's.
 
-    Example:
+    Examples:
         >>> [part.shape for part in unpack(torch.arange(8), ((2, 3), (2,)))]
         [torch.Size([2, 3]), torch.Size([2])]
     """

@@ -27,7 +27,7 @@ def pad_to_max(x: Tensor, shape: Sequence[int]) -> Tensor:
     Raises:
         ValueError: if a dim of `x` is larger than its padded extent.
 
-    Example:
+    Examples:
         >>> pad_to_max(torch.ones(2, 3), (4, 3)).sum(dim=1)
         tensor([3., 3., 0., 0.])
     """
@@ -48,7 +48,7 @@ def narrow(x: Tensor, shape: Sequence[int]) -> Tensor:
     Raises:
         ValueError: if a dim of `x` is smaller than asked for.
 
-    Example:
+    Examples:
         >>> narrow(torch.ones(4, 3), (2, 3)).shape
         torch.Size([2, 3])
     """

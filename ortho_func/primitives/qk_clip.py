@@ -61,7 +61,7 @@ def qk_clip(
     Source: Kimi K2, arXiv 2507.20534, section 2.1 and Algorithm 1 (α is 1/2 there); the rule for
     shared key heads follows what it does with the shared rotary key.
 
-    Example:
+    Examples:
         >>> q, k = torch.ones(4, 3), torch.ones(4, 3)  # two heads of two rows
         >>> q, k = qk_clip(q, k, torch.tensor([400.0, 7.0]), threshold=100.0)
         >>> q[:, 0], k[:, 0]
@@ -100,7 +100,7 @@ def qk_clip_(
     Raises:
         ValueError: as `qk_clip` does.
 
-    Example:
+    Examples:
         >>> layer = torch.nn.Linear(3, 4, bias=False)
         >>> before = layer.weight.detach().clone()
         >>> qk_clip_(layer.weight, torch.ones(4, 3), torch.tensor([4.0, 0.1]), threshold=1.0)

@@ -11,7 +11,7 @@ __all__ = ["sqrt"]
 def sqrt(x: Tensor) -> Tensor:
     """The square root, whose slope at zero counts as zero: gradients through it stay finite.
 
-    Example:
+    Examples:
         >>> x = torch.tensor([0.0, 4.0], requires_grad=True)
         >>> torch.autograd.grad(sqrt(x).sum(), x)[0]
         tensor([0.0000, 0.2500])

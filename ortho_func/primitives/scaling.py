@@ -36,7 +36,7 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: str | None = None) -> float:
     Raises:
         ValueError: for another name.
 
-    Example:
+    Examples:
         >>> [lr_scale(16, 4, name) for name in ("original", "match_rms_adamw", "none")]
         [2.0, 0.8, 1.0]
     """
@@ -65,7 +65,7 @@ def step_updates(
         scales: s of each parameter: a number, or a tensor that broadcasts against U.
         cautious: decay only where U and X agree in sign (arXiv 2510.12402).
 
-    Example:
+    Examples:
         >>> step_updates([torch.ones(2)], [torch.ones(2)], lr=0.1, weight_decay=0.5)[0]
         tensor([-0.1500, -0.1500])
     """

@@ -21,7 +21,7 @@ def top_slices(x: Tensor, count: int, dim: int) -> Tensor:
 
     Source: Dion2, arXiv 2512.16928, section 3.
 
-    Example:
+    Examples:
         >>> top_slices(torch.tensor([[1.0, 1.0], [3.0, 0.0], [0.0, 2.5]]), 2, -2)
         tensor([1, 2])
     """
