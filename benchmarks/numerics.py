@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from ortho_func.coefficients import MINIMAX_ARGUMENTS, Schedule, minimax_schedule, schedule
+from ortho_func.primitives.iterations import BOUND_ZERO
 from ortho_func.primitives.orthogonalize import (
-    _BOUND_ZERO,
     Orthogonalizer,
     flops,
     gram_newton_schulz,
@@ -128,7 +128,7 @@ def bound_table() -> str:
         s = torch.linalg.svdvals(x)
         q = (s / s[0]) ** 2
         schatten = float((q**4).sum() ** 0.25)
-        u = _BOUND_ZERO * schatten
+        u = BOUND_ZERO * schatten
         tight = u / 2 + (u * u / 4 + float((q * q - u * q).norm())) ** 0.5
         frobenius = float(q.sum() ** 0.5)
         rows.append([name, *(f"{v:.3f}" for v in (frobenius, schatten**0.5, tight**0.5))])
@@ -334,7 +334,7 @@ def main() -> None:
         choice=choice_table(),
         arithmetic=arithmetic_table(),
         times=time_table(),
-        zero=_BOUND_ZERO,
+        zero=BOUND_ZERO,
         bounds=bound_table(),
         search=search_table(errors),
         diagonal=diagonal_table(),

@@ -28,7 +28,7 @@ LAYERS = (
 )
 # Layers whose files build on each other: primitives do not, but for the list operations and
 # helpers named here.
-SHARED_PRIMITIVES = {"momentum", "foreach", "roots", "scaling"}
+SHARED_PRIMITIVES = {"momentum", "foreach", "iterations", "roots", "scaling"}
 
 
 def layer_of(module: str) -> int:
@@ -76,7 +76,8 @@ SIBLINGS = {
     "trees": {"geometry"},
     "primitives.momentum": {"foreach"},
     "primitives.normalization": {"momentum", "roots"},
-    "primitives.orthogonalize": {"roots"},
+    "primitives.iterations": {"roots"},
+    "primitives.orthogonalize": {"iterations"},
     "primitives.packing": {"foreach"},
     "primitives.scaling": {"foreach", "momentum"},
     "algorithms.normuon": {"muon"},

@@ -9,32 +9,29 @@ Shape suffixes: B batch, R rows, C columns, M the shorter of both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ortho_func.coefficients import SCHEDULE_NAMES, Schedule, Step
 from ortho_func.coefficients import schedule as find_schedule
-from ortho_func.primitives.roots import sqrt
+from ortho_func.primitives.iterations import (
+    gram_iterate,
+    iterate,
+    nonzero,
+    norm_of,
+    power_of_two,
+    wide_dtype,
+)
 
 ScheduleLike = str | Schedule | Sequence[Step]
 
 DEFAULT_SCHEDULE = "minimax"
 
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-
-# Zero of the quadratic r(x) = x**2 - u*x in `_largest_eigenvalue_bound`, as a fraction of the
-# Schatten bound. Chosen by benchmarks/numerics.py; every value is safe.
-_BOUND_ZERO = 0.3
-
-# Where a step of degree nine that isn't the last is expanded: the middle of A's eigenvalues, since
-# early steps overshoot to singular values just below two (arXiv 2505.16932, section 3).
-_EARLY_CENTRE = 1.8
 
 # What an operation on the short side alone costs beside one on the long side: such products run
 # below full speed, and each brings passes over its operands, which cost as much as this many
@@ -84,7 +81,7 @@ def newton_schulz(
 
 def _newton_schulz(x: Tensor, made: Schedule, dtype: torch.dtype) -> Tensor:
     x_BRC, restore = _prepared(x, dtype)
-    return restore(_iterate(x_BRC, made))
+    return restore(iterate(x_BRC, made))
 
 
 def gram_newton_schulz(
@@ -116,7 +113,7 @@ def gram_newton_schulz(
     if x.numel() == 0:
         return x.clone()
     x_BRC, restore = _prepared(x, dtype)
-    return restore(_gram_iterate(x_BRC.to(_wide(dtype)), made, cuts))
+    return restore(gram_iterate(x_BRC.to(wide_dtype(dtype)), made, cuts))
 
 
 def polar_svd(x: Tensor) -> Tensor:
@@ -152,8 +149,8 @@ def normalize_vector(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return x.clone()
     wide = x.double() if x.dtype == torch.float64 else x.float()
-    wide = wide / _power_of_two(wide)
-    return (wide / _nonzero(_norm(wide))).to(x.dtype)
+    wide = wide / power_of_two(wide)
+    return (wide / nonzero(norm_of(wide))).to(x.dtype)
 
 
 def orthogonalize(
@@ -364,61 +361,13 @@ def _compute_dtype(x: Tensor, asked: torch.dtype | None) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.bfloat16
 
 
-# --- scales ------------------------------------------------------------------------------------
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Frobenius norm of each matrix as [..., 1, 1], accumulated in at least float32."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return norm
-
-
-def _nonzero(scale: Tensor) -> Tensor:
-    """``scale`` with exact zeros replaced by one, so that zeros divide to zeros and NaN stays."""
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
-
-
-def _amax(x: Tensor) -> Tensor:
-    """Largest magnitude of each matrix as [..., 1, 1]."""
-    if x.numel() > x.shape[-2] * x.shape[-1]:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-            # Magnitudes are ordered as their bits are, and CPUs compare integers twice as fast.
-            bits = x.view(torch.int16).bitwise_and(0x7FFF).amax(dim=(-2, -1), keepdim=True)
-            return bits.view(torch.bfloat16)
-        return x.abs().amax(dim=(-2, -1), keepdim=True)
-    # A whole tensor's extremes come in one pass without a copy.
-    low, high = torch.aminmax(x)
-    return torch.maximum(high, -low).reshape((1,) * x.ndim)
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The power of two in (amax/2, amax] of each matrix as [..., 1, 1]: division by it is exact."""
-    # The scale cancels in every result, so it carries no gradient.
-    amax = _amax(x.detach())
-    mantissa = torch.frexp(amax.to(_wide(amax.dtype))).mantissa
-    return _nonzero(amax / _nonzero(2 * mantissa).to(amax.dtype))
-
-
 def _prepared(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """``x`` as [B, R, C] with amax in [1, 2), and the way back."""
     # A narrower dtype's exponents don't cover float64's: there the scaling comes before the cast.
     source = x if x.dtype == torch.float64 else x.to(dtype)
-    scaled = (source / _power_of_two(source)).to(dtype)
+    scaled = (source / power_of_two(source)).to(dtype)
     flat = scaled.reshape(-1, *x.shape[-2:]) if x.ndim != 3 else scaled
     return flat, lambda y_BRC: y_BRC.reshape(x.shape).to(x.dtype)
-
-
-def _largest_eigenvalue_bound(a_BMM: Tensor, a2_BMM: Tensor) -> Tensor:
-    """An upper bound [B, 1, 1] of A's largest eigenvalue, from A and its square.
-
-    For every real polynomial r, ``|r(lambda_1)| <= |r(A)|_F``. With ``r = x^2`` that is the
-    Schatten-8 norm of X, squared. With ``r = x^2 - u*x`` it solves to
-    ``lambda_1 <= u/2 + sqrt(u^2/4 + |A^2 - uA|_F)``, tighter for a flat spectrum.
-    """
-    u = _BOUND_ZERO * sqrt(_norm(a2_BMM))
-    residual = _norm(torch.addcmul(a2_BMM, a_BMM, u, value=-1))
-    half = u / 2
-    return _nonzero(half + sqrt(half * half + residual))
 
 
 def _in_cache(function: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -433,190 +382,6 @@ def _in_cache(function: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtyp
     if at_once >= x.shape[0]:
         return function(x)
     return torch.cat([function(part) for part in x.tensor_split(-(-x.shape[0] // at_once))])
-
-
-# --- the iterations ----------------------------------------------------------------------------
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    # A batch of one as a plain product: backends have faster kernels for it.
-    if left.shape[0] == 1:
-        return (left[0] @ right[0]).unsqueeze(0)
-    return left @ right
-
-
-def _plus_product(
-    base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
-) -> Tensor:
-    """``beta*base + alpha*left@right`` as one fused product."""
-    if base.shape[0] == 1:
-        return torch.addmm(base[0], left[0], right[0], beta=beta, alpha=alpha).unsqueeze(0)
-    return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
-
-
-def _gram(x_BRC: Tensor) -> Tensor:
-    """Products of the short side: ``XX^T``, or of a tall matrix ``X^TX``.
-
-    Tall matrices are not transposed, since passes over transposed memory are slow.
-    """
-    if x_BRC.shape[-2] > x_BRC.shape[-1]:
-        return _product(x_BRC.mT, x_BRC)
-    return _product(x_BRC, x_BRC.mT)
-
-
-def _applied(factor_BMM: Tensor, x_BRC: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
-    """``beta*X + alpha*FX``, or of a tall matrix ``beta*X + alpha*XF``."""
-    if x_BRC.shape[-2] > x_BRC.shape[-1]:
-        return _plus_product(x_BRC, x_BRC, factor_BMM, beta=beta, alpha=alpha)
-    return _plus_product(x_BRC, factor_BMM, x_BRC, beta=beta, alpha=alpha)
-
-
-def _combined(a_BMM: Tensor, a2_BMM: Tensor, p: float, q: float) -> tuple[Tensor, float]:
-    """``pA + qA^2`` as a matrix and the weight it still needs: one pass instead of two."""
-    return (torch.add(a_BMM, a2_BMM, alpha=q / p), p) if p else (a2_BMM, q)
-
-
-def _factor(a_BMM: Tensor, a2_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
-    """``bA``, ``bA + cA^2``, or ``bA + cA^2 + A^2(dA + eA^2)``, as a matrix and a weight.
-
-    That is a step's polynomial in A without its constant term.
-    """
-    if len(step) == 2:
-        return a_BMM, step[1]
-    low, weight = _combined(a_BMM, a2_BMM, step[1], step[2])
-    if len(step) == 3:
-        return low, weight
-    high, alpha = _combined(a_BMM, a2_BMM, step[3], step[4])
-    return _plus_product(low, a2_BMM, high, beta=weight, alpha=alpha), 1.0
-
-
-def _factor_of(a_BMM: Tensor, step: Step) -> tuple[Tensor, float]:
-    """`_factor` from A alone; for a quintic the square is fused in."""
-    if len(step) == 2:
-        return a_BMM, step[1]
-    if len(step) == 3:
-        return _plus_product(a_BMM, a_BMM, a_BMM, beta=step[1], alpha=step[2]), 1.0
-    return _factor(a_BMM, _product(a_BMM, a_BMM), step)
-
-
-def _recentred(step: Step, centre: float) -> Step:
-    """The coefficients of a step's polynomial in A as one in ``A - centre*I``."""
-    terms = range(len(step))
-    return tuple(
-        sum(step[k] * math.comb(k, j) * centre ** (k - j) for k in terms if k >= j) for j in terms
-    )
-
-
-def _shifted(a_BMM: Tensor, centre: float) -> Tensor:
-    """``A - centre*I``, written into A where it is one's own and nothing traces it."""
-    if torch.compiler.is_compiling():  # inductor's lowering of a diagonal view warns
-        eye = torch.eye(a_BMM.shape[-1], dtype=a_BMM.dtype, device=a_BMM.device)
-        return a_BMM - centre * eye
-    a_BMM.diagonal(dim1=-2, dim2=-1).sub_(centre)
-    return a_BMM
-
-
-def _apply_step(x_BRC: Tensor, step: Step, centre: float, gram: Tensor | None = None) -> Tensor:
-    """``X <- p(XX^T) X`` for one step."""
-    if gram is None:
-        gram = _gram(x_BRC)
-    if len(step) > 3:
-        # Around its centre a polynomial of degree nine has small coefficients, so that rounding A
-        # hurts little: around zero they are many times the result, fatal in bfloat16.
-        step = _recentred(step, centre)
-        gram = _shifted(gram, centre)
-    factor, weight = _factor_of(gram, step)
-    return _applied(factor, x_BRC, beta=step[0], alpha=weight)
-
-
-def _iterate(x_BRC: Tensor, made: Schedule) -> Tensor:
-    """All steps of a schedule on prepared matrices."""
-    first, *rest = made.steps
-    if made.scale == "schatten8":
-        x_BRC = _bounded_step(x_BRC, first)
-    elif made.scale == "aol":
-        x_BRC, gram = _aol_scaled(x_BRC, _gram(x_BRC))
-        x_BRC = _apply_step(x_BRC, first, _EARLY_CENTRE, gram)
-    else:
-        x_BRC = _apply_step(_frobenius_scaled(x_BRC), first, _EARLY_CENTRE)
-    for step in rest[:-1]:
-        x_BRC = _apply_step(x_BRC, step, _EARLY_CENTRE)
-    for step in rest[-1:]:
-        x_BRC = _apply_step(x_BRC, step, 1.0)
-    return x_BRC
-
-
-def _frobenius_scaled(x_BRC: Tensor) -> Tensor:
-    return x_BRC / _nonzero(_norm(x_BRC))
-
-
-def _aol_scaled(x_BRC: Tensor, gram_BMM: Tensor) -> tuple[Tensor, Tensor]:
-    """``DX`` and its Gram matrix, ``D_i = (sum_j |A_ij|)^(-1/2)``: no singular value above one.
-
-    Of a tall matrix ``XD``.
-    """
-    sums = gram_BMM.abs().sum(dim=-1, keepdim=True, dtype=_wide(gram_BMM.dtype))
-    scale = _nonzero(sums).rsqrt()
-    along = scale.mT if x_BRC.shape[-2] > x_BRC.shape[-1] else scale
-    return (x_BRC * along).to(x_BRC.dtype), (gram_BMM * scale * scale.mT).to(gram_BMM.dtype)
-
-
-def _bounded_step(x_BRC: Tensor, step: Step) -> Tensor:
-    """The first step, on X divided by a tight bound of its largest singular value."""
-    gram = _gram(x_BRC)
-    square = _product(gram, gram)
-    shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
-    x_BRC = x_BRC * shrink.sqrt()
-    if len(step) == 3 and step[1]:
-        # s(bA + c*sA^2) as b * s(A + (c/b)sA^2): fewer passes over the small side.
-        weight = step[1]
-        factor = torch.addcmul(gram, square, shrink, value=step[2] / weight) * shrink
-    else:
-        factor, weight = _factor(gram * shrink, square * shrink * shrink, step)
-    return _applied(factor, x_BRC, beta=step[0], alpha=weight)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _gram_iterate(x_BRC: Tensor, made: Schedule, cuts: tuple[int, ...]) -> Tensor:
-    """All steps of a schedule, touching the long side only between the segments."""
-    if made.scale == "frobenius":
-        x_BRC = _frobenius_scaled(x_BRC)
-    for start, stop in pairwise((0, *cuts, len(made.steps))):
-        gram = _gram(x_BRC)
-        if start == 0 and made.scale == "aol":
-            x_BRC, gram = _aol_scaled(x_BRC, gram)
-        square = _product(gram, gram)
-        if start == 0 and made.scale == "schatten8":
-            shrink = _largest_eigenvalue_bound(gram, square).reciprocal()
-            x_BRC = x_BRC * shrink.sqrt()
-            gram, square = gram * shrink, square * shrink * shrink
-        factor, shift = _gram_segment(gram, square, made.steps[start:stop])
-        x_BRC = _applied(factor, x_BRC, beta=shift)
-    return x_BRC
-
-
-def _gram_segment(a_BMM: Tensor, a2_BMM: Tensor, steps: Sequence[Step]) -> tuple[Tensor, float]:
-    """The product of a segment's factors as ``W + shift*I``: returns W and shift.
-
-    Keeping the identity's share apart leaves X's own share exact when W is rounded.
-    """
-    first, *rest = steps
-    q, weight = _factor(a_BMM, a2_BMM, first)
-    q, lead = q * weight, first[0]
-    w, shift = q, lead
-    for step in rest:
-        # A <- (q + lead*I) A (q + lead*I), one side at a time.
-        half = _plus_product(a_BMM, q, a_BMM, beta=lead)
-        a_BMM = _plus_product(half, half, q, beta=lead)
-        q, weight = _factor_of(a_BMM, step)
-        q, lead = q * weight, step[0]
-        # (q + lead*I)(W + shift*I) = (qW + lead*W + shift*q) + lead*shift*I
-        w = torch.add(_plus_product(w, q, w, beta=lead), q, alpha=shift)
-        shift *= lead
-    return w, shift
 
 
 def _default_restarts(steps: int) -> tuple[int, ...]:
