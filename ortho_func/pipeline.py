@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ortho_func.primitives.collectives import all_to_all, wait
 from ortho_func.routing import Batch, Route
+from ortho_func.teams import team_sum
 from ortho_func.wire import Sided, assemble, disassemble, load, unload
 
 __all__ = ["Ways", "in_batches", "run"]
@@ -30,6 +31,8 @@ class Ways(NamedTuple):
 
 Emit = Callable[[Route], tuple[list[Tensor], list[list[Tensor]]]]
 Whole = Callable[[Batch, Tensor, tuple[Tensor, ...]], Sided]
+Sum = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Together = Callable[[Route, list[Sided], Sum], list[Sided]]
 Absorb = Callable[[Route, list[Tensor], list[list[Tensor]]], None]
 
 
@@ -39,6 +42,7 @@ def run(
     *,
     emit: Emit,
     whole: Whole,
+    together: Together,
     absorb: Absorb,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
@@ -49,6 +53,9 @@ def run(
         ways: by route, the process groups.
         emit: a route's shards and side vectors, just before they are packed.
         whole: what happens to each batch of whole matrices on its owner.
+        together: what happens to a route's shares where teams own the matrices: it is given the
+            team's sum of [n, values] and scales [n] over all shares that are here, and calls it
+            equally often on every rank.
         absorb: what happens to a route's results.
         meanwhile: work without matrices, done while the first exchange is under way.
     """
@@ -61,13 +68,13 @@ def run(
     for trip in trips:
         if trip.route.bucket.local:
             trip.depart(emit)
-            trip.turn(whole)
+            trip.turn(whole, together)
             trip.arrive(absorb)
     homeward: list[_Trip] = []  # the latest first: its second hop begins before others are home
     for number, trip in enumerate(travelling):
         if number + 1 < len(travelling):
             travelling[number + 1].depart(emit)
-        trip.turn(whole)
+        trip.turn(whole, together)
         homeward = [trip, *(other for other in homeward if not other.proceed(absorb))]
     while homeward:
         homeward = [trip for trip in homeward if not trip.proceed(absorb)]
@@ -89,20 +96,35 @@ class _Trip:
             buffer = self._begin(buffer, route.send, route.arrive, self.ways.near, "first")
         self.buffer = buffer
 
-    def turn(self, whole: Whole) -> None:
+    def turn(self, whole: Whole, together: Together) -> None:
         route, buffer = self.route, self.buffer
         assert buffer is not None
         if route.bucket.gathers:
             buffer = self._wait(buffer, "first")
-        results = [
-            whole(batch, matrix, sides) if batch.count else (matrix, sides)
-            for batch, (matrix, sides) in zip(route.batches, assemble(route, buffer), strict=True)
-        ]
+        found = assemble(route, buffer)
+        if route.team is not None:
+            results = together(route, found, self._sum)
+        else:
+            results = [
+                whole(batch, matrix, sides) if batch.count else (matrix, sides)
+                for batch, (matrix, sides) in zip(route.batches, found, strict=True)
+            ]
         buffer = disassemble(route, results)
         if route.bucket.returns:
             assert self.ways.near is not None
             buffer = self._begin(buffer, route.back, route.home, self.ways.near, "second")
         self.buffer = buffer
+
+    def _sum(self, value_nx: Tensor, scale_n: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums over the teams of this rank's shares, and their scales."""
+        tables, group = self.route.team, self.ways.near
+        assert tables is not None
+        assert group is not None
+
+        def exchanged(x: Tensor, sizes: Sequence[int]) -> Tensor:
+            return self._wait(self._begin(x, sizes, sizes, group, "teams'"), "teams'")
+
+        return team_sum(tables, value_nx, scale_n, exchanged)
 
     def proceed(self, absorb: Absorb) -> bool:
         """The next hop, or home; whether it is home."""

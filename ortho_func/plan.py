@@ -8,10 +8,9 @@ the shape, order or number of collectives from what it alone knows.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -33,9 +32,22 @@ from ortho_func.geometry import (
     matrices,
     this_rank,
 )
+from ortho_func.owners import assign_owners, deal_owners, home_of, nearest_owners
 from ortho_func.trees import Readings, named_leaves, readings_of
 
-__all__ = ["Bucket", "Grid", "Matrix", "ParamSpec", "Place", "Plan", "Slab", "Travel", "plan"]
+__all__ = [
+    "Bucket",
+    "Grid",
+    "Matrix",
+    "ParamSpec",
+    "Place",
+    "Plan",
+    "Share",
+    "Slab",
+    "TeamSize",
+    "Travel",
+    "plan",
+]
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 # On CPUs what is in flight should fit in the cache: benchmarks/buckets.py has the curve.
@@ -50,6 +62,7 @@ DIRECT_CONNECTIONS = 64
 Wire = Literal["auto", "dense", "exact"]
 Balance = Literal["cost", "uniform"]
 Hops = Literal["auto", "one", "two"]
+TeamSize = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -76,9 +89,21 @@ class Travel:
         return float(4 * short * short * long + 2 * short**3)
 
 
+class Share(NamedTuple):
+    """Of a matrix that a team of ranks owns: which team, which share, and of how many."""
+
+    team: int
+    number: int
+    count: int  # type: ignore[assignment]  # not tuple.count
+
+
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as the plan sees it."""
+    """One parameter as the plan sees it.
+
+    With a `share` it is one of several parameters that are shares of the same matrices: their
+    owners are different ranks, and they are in the same bucket.
+    """
 
     name: str
     layout: Layout
@@ -86,6 +111,7 @@ class ParamSpec:
     group: int = 0
     dtype: torch.dtype = torch.float32
     bulk: float = 1.0  # bytes that ranks work on meanwhile, over those that travel
+    share: Share | None = None
 
 
 class Matrix(NamedTuple):
@@ -153,6 +179,7 @@ class Bucket:
     terms: int = 1  # how many replicas' contributions an owner adds up
     over: int = 1  # and what it divides the sum by
     hops: int = 1  # home: 2 if results go to the owner's replica, and from there to all others
+    team: int = 1  # how many ranks own each matrix together
 
     @property
     def local(self) -> bool:
@@ -183,6 +210,7 @@ class Plan:
     wire: Wire = "auto"
     balance: Balance = "cost"
     hops: Hops = "auto"
+    team_size: TeamSize = 1  # where the plan is bound to an algorithm
     buckets: tuple[Bucket, ...] = field(compare=False, repr=False, default=())
     places: tuple[Place, ...] = field(compare=False, repr=False, default=())  # by parameter
 
@@ -207,6 +235,7 @@ class Plan:
                     f"{spec.layout.domain}, {spec.reading}, {travel.algorithm} "
                     f"{travel.wire_dtype} sides={travel.sides} fraction={travel.fraction} "
                     f"unit cost={travel.flops(64, 128)}"
+                    + ("" if spec.share is None else f" share {spec.share}")
                 )
         return out
 
@@ -254,6 +283,7 @@ def plan(
     wire: Wire = "auto",
     balance: Balance = "cost",
     hops: Hops = "auto",
+    team_size: TeamSize = 1,
     reduce_gradients: bool = False,
 ) -> Plan:
     """Plan the distributed step of a pytree of parameters, without communication.
@@ -281,6 +311,8 @@ def plan(
             equal results; one bucket more is in flight. "auto" takes two on more than 65 ranks.
             Without replicas (FSDP), with replicas of one rank (DDP) or with `reduce_gradients`
             nothing changes: one hop.
+        team_size: how many ranks may own one matrix together, a number or "auto", if the transform
+            to which the plan is given can share matrices; see `Muon`.
         reduce_gradients: whether replicas hold gradients of their own (DDP under ``no_sync``).
             Each then sends what it has to the owner, which works on the average, and the
             first exchange takes the place of the gradients' all-reduce.
@@ -315,7 +347,8 @@ def plan(
         balance=balance,
         hops=hops,
     )
-    return replace(made, places=places_of(leaves, made.params, groups, hops))
+    places = places_of(leaves, made.params, groups, hops)
+    return replace(made, places=places, team_size=team_size)
 
 
 def places_of(
@@ -398,15 +431,19 @@ def build_plan(
             groups[params[number].group].flops(geometry.rows, geometry.cols)
             for number, _, geometry in found
         ]
-        homes = [_home(geometry, len(ranks)) for _, _, geometry in found]
+        teams = [_team_of(params[number], index) for number, index, _ in found]
+        homes = [
+            home_of(geometry, len(ranks)) if team is None else None
+            for (_, _, geometry), team in zip(found, teams, strict=True)
+        ]
         if balance == "uniform":
             classes = [
                 (params[n].layout.domain.mesh, params[n].group, g.rows, g.cols) for n, _, g in found
             ]
             owners = deal_owners(classes, homes, len(ranks))
         else:
-            owners = assign_owners(costs, homes, len(ranks))
-            owners = nearest_owners([g for _, _, g in found], costs, owners, len(ranks))
+            owners = assign_owners(costs, homes, len(ranks), teams)
+            owners = nearest_owners([g for _, _, g in found], costs, owners, len(ranks), teams)
         owned = [
             Matrix(number, index, geometry, owner)
             for (number, index, geometry), owner in zip(found, owners, strict=True)
@@ -419,7 +456,12 @@ def build_plan(
             buckets += _buckets(params, groups, domain, inside, cost_of, bucket_bytes, wire, hops)
     if balance == "uniform":
         buckets = [_uniform(params, bucket) for bucket in buckets]
-    return Plan(params, groups, bucket_bytes, wire, balance, hops, tuple(buckets))
+    return Plan(params, groups, bucket_bytes, wire, balance, hops, buckets=tuple(buckets))
+
+
+def _team_of(spec: ParamSpec, index: int) -> tuple[int, int] | None:
+    """What the shares of one matrix have in common; None for a matrix with one owner."""
+    return None if spec.share is None else (spec.share.team, index)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -500,110 +542,6 @@ def _selected(geometry: MatrixGeometry, shards: int, fraction: float, cut: str) 
 
 
 # ---------------------------------------------------------------------------------------------
-# Owners
-
-
-def _home(geometry: MatrixGeometry, world: int) -> int | None:
-    """The one rank that holds the matrix whole, if exactly one does."""
-    if len(geometry.pieces) != 1 or world == 1:
-        return None
-    return geometry.pieces[0].rank
-
-
-def assign_owners(costs: Sequence[float], homes: Sequence[int | None], world: int) -> list[int]:
-    """Longest processing time first over all matrices; ties by order, then by rank.
-
-    A matrix that is whole on one rank already stays there, unless that would leave the busiest
-    rank with more than five per cent over what free assignment reaches.
-    """
-    free = _longest_first(costs, [None] * len(costs), world)
-    if all(home is None for home in homes):
-        return free
-    pinned = _longest_first(costs, homes, world)
-    if _busiest(costs, pinned, world) <= 1.05 * _busiest(costs, free, world):
-        return pinned
-    return free
-
-
-def nearest_owners(
-    geometries: Sequence[MatrixGeometry], costs: Sequence[float], owners: Sequence[int], world: int
-) -> list[int]:
-    """The same loads, with matrices of equal cost exchanged so that owners hold a piece of theirs.
-
-    An owner that holds none receives the whole matrix. Changes nothing where all ranks hold some.
-    """
-    by_cost: dict[float, list[int]] = defaultdict(list)
-    for number, geometry in enumerate(geometries):
-        if len(geometry.pieces) < world:
-            by_cost[costs[number]].append(number)
-    nearest = list(owners)
-    for numbers in by_cost.values():
-        _exchange_owners(geometries, numbers, nearest)
-    return nearest
-
-
-def _exchange_owners(
-    geometries: Sequence[MatrixGeometry], numbers: Sequence[int], owners: list[int]
-) -> None:
-    """Deal these matrices' owners among them again: each takes from the largest pile it holds."""
-    piles: dict[tuple[Piece, ...], deque[int]] = {}  # matrices cut alike, in order
-    seen: dict[int, deque[int]] = {}  # by identity, for speed: equal pieces share a pile
-    for number in numbers:
-        pieces = geometries[number].pieces
-        if id(pieces) not in seen:
-            seen[id(pieces)] = piles.setdefault(pieces, deque())
-        seen[id(pieces)].append(number)
-    held: dict[int, list[deque[int]]] = defaultdict(list)  # by rank
-    for pieces, pile in piles.items():
-        for piece in pieces:
-            held[piece.rank].append(pile)
-    strangers = []
-    for owner in [owners[number] for number in numbers]:
-        pile = max(held[owner], key=len, default=deque())
-        if pile:
-            owners[pile.popleft()] = owner
-        else:
-            strangers.append(owner)
-    left = sorted(number for pile in piles.values() for number in pile)
-    for number, owner in zip(left, strangers, strict=True):
-        owners[number] = owner
-
-
-def deal_owners(classes: Sequence[Hashable], homes: Sequence[int | None], world: int) -> list[int]:
-    """Deal each class of equal matrices to the ranks in turn; what is whole on a rank stays."""
-    dealt: dict[Hashable, int] = defaultdict(int)
-    owners = []
-    for key, home in zip(classes, homes, strict=True):
-        owners.append(dealt[key] % world if home is None else home)
-        dealt[key] += home is None
-    return owners
-
-
-def _longest_first(costs: Sequence[float], homes: Sequence[int | None], world: int) -> list[int]:
-    owners = [0] * len(costs)
-    loads = [0.0] * world
-    for number, home in enumerate(homes):
-        if home is not None:
-            owners[number] = home
-            loads[home] += costs[number]
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        if homes[number] is None:
-            load, rank = heapq.heappop(heap)
-            owners[number] = rank
-            heapq.heappush(heap, (load + costs[number], rank))
-    return owners
-
-
-def _busiest(costs: Sequence[float], owners: Sequence[int], world: int) -> float:
-    loads = [0.0] * world
-    for cost, owner in zip(costs, owners, strict=True):
-        loads[owner] += cost
-    return max(loads)
-
-
-# ---------------------------------------------------------------------------------------------
 # Buckets
 
 
@@ -616,12 +554,13 @@ class _Stream(NamedTuple):
     terms: int
     over: int
     replicas: tuple[int, ...]  # of two hops, else ()
+    team: tuple[int, int]  # group and number of owners, of matrices with several, else (0, 1)
 
 
 class _Atom(NamedTuple):
-    """What cannot be cut further into buckets: a parameter, or a range of a stack."""
+    """What cannot be cut further into buckets: a parameter, a range of a stack, or all shares."""
 
-    item: Item
+    items: tuple[Item, ...]
     members: tuple[Matrix, ...]
     stream: _Stream
     cost: float
@@ -643,15 +582,22 @@ def _buckets(
     for matrix in owned:
         by_param[matrix.param].append(matrix)
     streams: dict[_Stream, list[_Atom]] = defaultdict(list)
+    shares: dict[int, list[_Atom]] = defaultdict(list)  # by team
     for number, members in by_param.items():
         spec = params[number]
         travel = groups[spec.group]
         cap = bucket_bytes * domain.size
         for atom in _atoms(spec, number, members, travel, cap, cost_of, holders, hops):
-            streams[atom.stream].append(atom)
+            if spec.share is None:
+                streams[atom.stream].append(atom)
+            else:
+                shares[spec.share.team].append(atom)
+    for together in shares.values():
+        atom = _joined(together)
+        streams[atom.stream].append(atom)
     buckets = []
     for stream, atoms in streams.items():
-        atoms.sort(key=lambda atom: (-atom.cost, atom.item))
+        atoms.sort(key=lambda atom: (-atom.cost, atom.items))
         for chunk in _fill(atoms, stream.dtype.itemsize, bucket_bytes):
             buckets.append(_bucket(params, groups, domain, stream, chunk, wire))
     return sorted(buckets, key=lambda bucket: bucket.local)
@@ -670,7 +616,7 @@ def _atoms(
     size = sum(m.geometry.rows * m.geometry.cols for m in members) * travel.wire_dtype.itemsize
     stacks = 1 + max(place_in_shard(spec, m) for m in members)
     ranges = [(0, stacks)]
-    if stacks > 1 and size > cap:
+    if stacks > 1 and size > cap and spec.share is None:
         parts = min(stacks, -(-size // cap))
         edges = [stacks * part // parts for part in range(parts + 1)]
         ranges = list(pairwise(edges))
@@ -686,12 +632,29 @@ def _atoms(
             returns,
             layout.terms,
             1 if layout.sums is None else layout.sums.over,
-            layout.replicas if returns and passes_on(layout, hops) else (),
+            layout.replicas if returns and spec.share is None and passes_on(layout, hops) else (),
+            (0, 1) if spec.share is None else (spec.group, spec.share.count),
         )
         cost = max(cost_of[m.param, m.index] for m in inside)
         item = Item(number, first, last, len(ranges) == 1)
         share = (travel.fraction or 1.0) / (layout.terms * spec.bulk)
-        yield _Atom(item, inside, stream, cost, share)
+        yield _Atom((item,), inside, stream, cost, share)
+
+
+def _joined(shares: Sequence[_Atom]) -> _Atom:
+    """All shares of a team as one atom. They need not travel alike, but do so together."""
+    first, streams = shares[0], [atom.stream for atom in shares]
+    travelling = [one for one in streams if one.gathers or one.returns]
+    stream = (travelling or streams)[0]._replace(
+        gathers=any(one.gathers for one in streams), returns=any(one.returns for one in streams)
+    )
+    return _Atom(
+        tuple(item for atom in shares for item in atom.items),
+        tuple(matrix for atom in shares for matrix in atom.members),
+        stream,
+        max(atom.cost for atom in shares),
+        first.share,
+    )
 
 
 def place_in_shard(spec: ParamSpec, matrix: Matrix) -> int:
@@ -781,10 +744,10 @@ def _bucket(
         Slab(*key, grids[key] if dense else None, tuple(members))
         for key, members in classes.items()
     )
-    items = tuple(atom.item for atom in atoms)
+    items = tuple(item for atom in atoms for item in atom.items)
     return Bucket(
         domain, stream.dtype, gathers, stream.returns, dense, items, slabs,
-        stream.terms, stream.over, 2 if stream.replicas else 1,
+        stream.terms, stream.over, 2 if stream.replicas else 1, stream.team[1],
     )  # fmt: skip
 
 
@@ -945,6 +908,7 @@ def _describe(made: Plan) -> str:
         for bucket, (out, back) in zip(own, wires, strict=True):
             how = "stays local" if bucket.local else "dense" if bucket.dense else "exact splits"
             how += ", two hops home" if bucket.hops == 2 else ""
+            how += f", teams of {bucket.team}" if bucket.team > 1 else ""
             lines.append(
                 f"    bucket of {sum(len(s.members) for s in bucket.slabs)} matrices, {how}: "
                 f"{out / 2**20:.3f} MiB out, {back / 2**20:.3f} MiB back over all ranks"

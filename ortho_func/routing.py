@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ortho_func.geometry import MatrixGeometry, Piece
 from ortho_func.plan import Bucket, Grid, Item, Matrix, Plan, Slab, place_in_shard
+from ortho_func.teams import Seat, TeamTables, team_tables
 
 __all__ = ["Batch", "Entry", "Lane", "Route", "Tables", "routes"]
 
@@ -122,6 +123,7 @@ class Route:
     unit: int
     width: int
     tables: Tables
+    team: TeamTables | None = None  # where teams own the matrices
 
     @property
     def table_bytes(self) -> int:
@@ -218,7 +220,21 @@ class _Router:
             unit=self.unit,
             width=self.width,
             tables=self._tables(pack_order is None, unpack_order is None, device),
+            team=self._team(device) if self.bucket.team > 1 else None,
         )
+
+    def _team(self, device: torch.device | str) -> TeamTables:
+        """Where the terms of a team's sums go and come from; shares are in the batches' order."""
+        owned = [
+            [self._seat(matrix) for found in self.owned for matrix in found[owner]]
+            for owner in self.everyone
+        ]
+        return team_tables(owned, self.me, self.bucket.team, device)
+
+    def _seat(self, matrix: Matrix) -> Seat:
+        share = self.plan.params[matrix.param].share
+        assert share is not None
+        return Seat((share.team, matrix.index), share.number)
 
     # -- who has what -----------------------------------------------------------------------
 

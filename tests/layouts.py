@@ -98,8 +98,8 @@ class TwoLayers(nn.Module):
 
     def __init__(self, up: Tensor, down: Tensor) -> None:
         super().__init__()
-        self.up = nn.Linear(up.shape[1], up.shape[0], bias=False)
-        self.down = nn.Linear(down.shape[1], down.shape[0], bias=False)
+        self.up = nn.Linear(up.shape[1], up.shape[0], bias=False, dtype=up.dtype)
+        self.down = nn.Linear(down.shape[1], down.shape[0], bias=False, dtype=down.dtype)
         with torch.no_grad():
             self.up.weight.copy_(up)
             self.down.weight.copy_(down)

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ortho_func import Dion2, Muon, NorMuon, plan
 from ortho_func.geometry import Layout, Reading, mesh_layout, replicated_layout
+from ortho_func.owners import assign_owners
 from ortho_func.plan import (
     ParamSpec,
     Plan,
     Travel,
-    assign_owners,
     build_plan,
     place_in_shard,
     wire_bytes,

@@ -28,11 +28,11 @@ from ortho_func.cli.meshes import find_mesh
 from ortho_func.cli.models import find_model
 from ortho_func.cli.traffic import exchanges
 from ortho_func.geometry import Box, Piece, Reading, matrices, mesh_layout
+from ortho_func.owners import nearest_owners
 from ortho_func.plan import (
     DEFAULT_BUCKET_BYTES,
     Wire,
     local_cut,
-    nearest_owners,
     travelling,
     wire_bytes,
 )

@@ -35,6 +35,7 @@ def program_of(made: Plan, rule: MatrixRule) -> Program:
         wire=made.wire,
         balance=made.balance,
         hops=made.hops,
+        team_size=made.team_size,
     )
     return bind(legs, params, rank=this_rank(), places=made.places)
 

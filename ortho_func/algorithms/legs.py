@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ortho_func.algorithms.rule import MatrixRule
+from ortho_func.algorithms.teams import check_team_size, shares_of, team_sizes
 from ortho_func.factors import Part, left_spec, right_spec
-from ortho_func.plan import Balance, Hops, ParamSpec, Plan, Wire, build_plan, local_cut
+from ortho_func.plan import Balance, Hops, ParamSpec, Plan, TeamSize, Wire, build_plan, local_cut
+from ortho_func.shares import Cut
 
 __all__ = ["Leg", "Subject", "plan_for"]
 
@@ -23,14 +25,15 @@ class Subject:
     """What one parameter of a leg's plan is about.
 
     `param` is the caller's parameter; `part` a part of its row blocks, None for all as they are;
-    `order` counts the parts of one parameter, `before` is the number of the same part in the
-    leg before.
+    `order` counts the parts or shares of one parameter, `before` is the number of the same part
+    in the leg before. `cut` is how a parameter is shared, of which the plan's parameter is a share.
     """
 
     param: int
     part: Part | None = None
     order: int = 0
     before: int = -1
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def plan_for(
     wire: Wire = "auto",
     balance: Balance = "cost",
     hops: Hops = "auto",
+    team_size: TeamSize = 1,
 ) -> tuple[Leg, ...]:
     """Plan the parameters of some groups, splitting a group where its rule depends on the cut.
 
@@ -101,14 +105,22 @@ def plan_for(
         wire: likewise.
         balance: likewise.
         hops: likewise; factors take one.
+        team_size: likewise; what sends factors or a selection has one owner.
 
     Returns:
         The round trips in order: one, or two where a rule has a successor.
     """
     first, second = _Drafted(), _Drafted()
-    for number, spec in enumerate(specs):
+    check_team_size(team_size, balance)
+    for spec in specs:
         spec.reading.check(spec.layout.shape, spec.name)
+    sizes = team_sizes(specs, rules, team_size)
+    for number, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
         rule = rules[spec.group].for_cut(local_cut(spec.layout, spec.reading))
+        if size > 1:
+            for order, (share, teamed, cut) in enumerate(shares_of(number, spec, rule, size)):
+                first.add(share, teamed, Subject(number, order=order, cut=cut))
+            continue
         if rule.then is None:
             first.add(spec, rule, Subject(number))
             continue

@@ -27,6 +27,7 @@ class MuonRule(MatrixRule):
     nesterov: bool = True
 
     name: ClassVar[str] = "muon"
+    team_sums: ClassVar[int | None] = 0
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +23,11 @@ from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, State, Step
 from ortho_func.primitives.normalization import normalize_rows
 from ortho_func.primitives.scaling import widen
+from ortho_func.primitives.teamwork import (
+    followed_by,
+    normalize_rows_in_team,
+    orthogonalize_in_team,
+)
 
 __all__ = ["NorMuonRule"]
 
@@ -36,6 +41,7 @@ class NorMuonRule(MuonRule):
     name: ClassVar[str] = "normuon"
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param", "row_variance": "row"}
     sides: ClassVar[tuple[str, ...]] = ("row",)
+    team_sums: ClassVar[int | None] = 1  # of rows' squares, or of the norms
     told: ClassVar[Mapping[int, str]] = {0: "row_variance"}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
 
@@ -62,6 +68,20 @@ class NorMuonRule(MuonRule):
         o = self.orthogonalizer(x)
         normal, variance = normalize_rows(o, sides[0], beta2=hyper["beta2"], eps=self.eps)
         return normal, (variance,)
+
+    def whole_in_team(self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper) -> Any:
+        """The same of shares."""
+        assert self.team is not None
+        cols = self.team[1]
+
+        def normalized(o: Tensor) -> Any:
+            one = normalize_rows_in_team(
+                o, sides[0], beta2=hyper["beta2"], eps=self.eps, tall=self.tall, cols=cols
+            )
+            return followed_by(one, lambda found: (found[0], (found[1],)))
+
+        shares = orthogonalize_in_team(x, self.iteration, tall=self.tall)
+        return followed_by(shares, normalized)
 
     def absorb(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from ortho_func.algorithms.legs import Leg, Subject
 from ortho_func.algorithms.nonfinite import finite_or_nan, skipped_rows, without
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
 from ortho_func.factors import held
-from ortho_func.pipeline import Ways, run
+from ortho_func.pipeline import Sum, Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
 from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Batch, Entry, Route, routes
+from ortho_func.shares import Within, within
+from ortho_func.wire import Sided
 
 __all__ = ["Program", "Sink", "Spot", "bind", "matrix_step", "one_device"]
 
@@ -127,7 +129,7 @@ def _trip(
 
 
 def _ways(route: Route, place: Place) -> Ways:
-    if route.bucket.local:
+    if route.bucket.local and route.team is None:
         return Ways(None)
     return Ways(place.near, place.far) if route.bucket.hops == 2 else Ways(place.group)
 
@@ -163,11 +165,15 @@ def _frame(
         scale = rule.scale(part.rows // part.blocks, part.cols)
         here = held(whole.layout, whole.reading, part, place)
         return Frame(shape, entry.shape, entry.blocks, entry.kinds, scale, here)
+    share: Within | None = None
+    if subject.cut is not None and spec.share is not None:
+        share = within(params[subject.param], subject.cut, spec.share, place)
+        spec = params[subject.param]
     blocks = spec.reading.blocks(spec.reading.dims(spec.layout.shape)[1])
     whole_cols = spec.reading.dims(spec.layout.shape)[2]
     scales = [rule.scale(count, whole_cols) for _, count in blocks]
     if len(set(scales)) == 1 or not entry.blocks:
-        return Frame(shape, entry.shape, entry.blocks, entry.kinds, scales[0])
+        return Frame(shape, entry.shape, entry.blocks, entry.kinds, scales[0], within=share)
     numbers = _block_numbers(route, entry)
     counts = torch.tensor(entry.blocks, dtype=torch.int64)
     values = torch.tensor([scales[number] for number in numbers], dtype=torch.float32)
@@ -300,6 +306,15 @@ def _run_trip(
             return finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
         return rule.whole(x, sides, hyper)
 
+    def together(route: Route, found: list[Sided], total: Sum) -> list[Sided]:
+        rule = trip.leg.rules[route.batches[0].group]  # the same for all: they share a team's sums
+        hyper = given.hypers[trip.leg.hyper_of[route.batches[0].group]]
+        here = [number for number, batch in enumerate(route.batches) if batch.count]
+        chains = {n: rule.whole_in_team(*found[n], hyper) for n in here}
+        for _ in range(rule.rounds):
+            chains = _summed(chains, found[0][0], total)
+        return [chains.get(number, nothing) for number, nothing in enumerate(found)]
+
     def absorb(route: Route, results: list[Tensor], sides: list[list[Tensor]]) -> None:
         if away is not None:
             homes = [given.params[subjects[e.item.param].param].device for e in route.entries]
@@ -314,8 +329,33 @@ def _run_trip(
             )
         emissions[route.number] = []
 
-    run(trip.routes, trip.ways, emit=emit, whole=whole, absorb=absorb, meanwhile=meanwhile)
+    run(
+        trip.routes,
+        trip.ways,
+        emit=emit,
+        whole=whole,
+        together=together,
+        absorb=absorb,
+        meanwhile=meanwhile,
+    )
     return passed
+
+
+def _summed(chains: dict[int, Any], like: Tensor, total: Sum) -> dict[int, Any]:
+    """Each chain after its next sum; all are summed at once. Without any, the others' sums pass."""
+    if not chains:
+        total(like.new_zeros(0, 0), like.new_zeros(0))
+        return {}
+    parts = list(chains.values())
+    counts = [part.value.shape[0] for part in parts]
+    value = torch.cat([part.value.flatten(1) for part in parts])
+    sums, scales = total(value, torch.cat([part.scale for part in parts]))
+    return {
+        number: part.then(x.reshape(part.value.shape), scale)
+        for (number, part), x, scale in zip(
+            chains.items(), sums.split(counts), scales.split(counts), strict=True
+        )
+    }
 
 
 def _by_group(entries: Sequence[Entry]) -> dict[int, list[int]]:
@@ -359,9 +399,11 @@ class _Active:
 
     def view(self, number: int, tensor: Tensor, kind: str = "param") -> Tensor:
         """What of its parameter, or of a tensor like it, an entry is about."""
-        here = self.frames[number].held
-        if here is not None:
-            tensor = here.factor_of(tensor) if kind == "factor" else here.rows_of(tensor)
+        held, within = self.frames[number].held, self.frames[number].within
+        if held is not None:
+            tensor = held.factor_of(tensor) if kind == "factor" else held.rows_of(tensor)
+        if within is not None:
+            tensor = within.of(tensor, kind)
         return _slice(tensor, self.entries[number])
 
     def params(self) -> list[Tensor]:
@@ -392,7 +434,7 @@ class _Active:
                 subject.param,
                 subject.order,
                 entry.first,
-                0 if frame.held is None else -1 if kind == "factor" else frame.held.row_dim,
+                _dim(frame, kind),
             )
             for entry, frame, subject in zip(self.entries, self.frames, self.subjects, strict=True)
         ]
@@ -466,9 +508,25 @@ class _Active:
             old, kept = self.state(name), values
             if masks is not None and name not in self.rule.shared:
                 kept = [torch.where(m, v, o) for m, v, o in zip(masks, values, old, strict=True)]
-            if self.entries:
-                spots = self.spots(self.rule.state[name])
-                self.sink.put_state(name, spots, old, kept)
+            kind = self.rule.state[name]
+            own = [n for n, frame in enumerate(self.frames) if self.says(n, frame, kind)]
+            if own:
+                spots = self.spots(kind)
+                self.sink.put_state(
+                    name, [spots[n] for n in own], [old[n] for n in own], [kept[n] for n in own]
+                )
+
+    def says(self, number: int, frame: Frame, kind: str) -> bool:
+        """Whether an entry's state is written: of what all shares have in common, the first's."""
+        common = kind == "row" and frame.within is not None and not frame.within.tall
+        return not common or self.subjects[number].order == 0
+
+
+def _dim(frame: Frame, kind: str) -> int:
+    """Along which dim the parts or shares of a parameter follow each other."""
+    if frame.held is not None:
+        return -1 if kind == "factor" else frame.held.row_dim
+    return 0 if frame.within is None else frame.within.dim
 
 
 def _in_order(parts: dict[int, Tensor]) -> Tensor:

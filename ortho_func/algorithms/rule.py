@@ -8,7 +8,7 @@ parameter is sharded, and none writes its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,8 +19,16 @@ from ortho_func.geometry import Reading
 from ortho_func.plan import Travel
 from ortho_func.primitives import foreach
 from ortho_func.primitives.momentum import Scalar
-from ortho_func.primitives.orthogonalize import Orthogonalizer, flops, get_orthogonalizer
+from ortho_func.primitives.orthogonalize import (
+    Iteration,
+    Orthogonalizer,
+    flops,
+    flops_of_share,
+    get_orthogonalizer,
+)
 from ortho_func.primitives.scaling import Descent, lr_scale
+from ortho_func.primitives.teamwork import followed_by, orthogonalize_in_team, rounds
+from ortho_func.shares import Within
 
 __all__ = [
     "Cost",
@@ -69,7 +77,8 @@ class Frame(NamedTuple):
 
     `blocks` are the rows of each row block in the shard; `kinds` says of each side vector and
     block whether it has a value per row or per column; `scale` is the shape scale of lr; `held`
-    is what of a part of the parameter is here, for rules that send factors.
+    is what of a part of the parameter is here, for rules that send factors; `within` where the
+    share of the parameter that this is about lies in the shard, if it is not all of it.
     """
 
     shape: tuple[int, int, int]
@@ -78,6 +87,7 @@ class Frame(NamedTuple):
     kinds: tuple[tuple[str, ...], ...]
     scale: float | Tensor
     held: Held | None = None
+    within: Within | None = None
 
 
 class Emission(NamedTuple):
@@ -109,6 +119,21 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class TeamCost:
+    """What a share of a matrix of this shape costs its owner."""
+
+    method: str
+    steps: int | None
+    shape: tuple[int, int]
+
+    def __call__(self, rows: int, cols: int) -> float:
+        """Floating-point operations for a share of these extents."""
+        whole_rows, whole_cols = self.shape
+        share = rows * cols / (whole_rows * whole_cols)
+        return flops_of_share(*self.shape, share, method=self.method, steps=self.steps)
+
+
+@dataclass(frozen=True)
 class MatrixRule:
     """The static part of an algorithm: everything that changes what is traced.
 
@@ -122,6 +147,8 @@ class MatrixRule:
     nonfinite: str = field(default="propagate", kw_only=True)
     momentum_dtype: torch.dtype | None = field(default=None, kw_only=True)
     variance_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    # For shares of matrices that are owned by teams: the whole matrices' rows and columns.
+    team: tuple[int, int] | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
@@ -131,6 +158,7 @@ class MatrixRule:
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum")
     # State that is no shard's own: it is written where a gradient is missing too, as elsewhere.
     shared: ClassVar[tuple[str, ...]] = ()
+    team_sums: ClassVar[int | None] = None  # of `whole_in_team` beside the iteration's; None: none
     carried: ClassVar[str] = ""  # under which name of `state` the leg before's results come
     default_adjust: ClassVar[str | None] = None  # what adjust_lr_fn=None means
 
@@ -156,6 +184,38 @@ class MatrixRule:
         """The rule for parameters whose shards are cut along rows, columns or neither."""
         return self
 
+    def in_teams(self, rows: int, cols: int) -> MatrixRule | None:
+        """The rule for shares of matrices of this shape; None where a team cannot own them."""
+        one = self.orthogonalizer
+        if self.team_sums is None or not isinstance(one, Orthogonalizer):
+            return None
+        return None if one.iteration(rows, cols) is None else replace(self, team=(rows, cols))
+
+    @property
+    def iteration(self) -> Iteration:
+        """In a team: what its members do together."""
+        assert self.team is not None
+        found: Iteration | None = self.orthogonalizer.iteration(*self.team)
+        assert found is not None
+        return found
+
+    @property
+    def tall(self) -> bool:
+        """In a team: whether shares are of rows."""
+        assert self.team is not None
+        return self.team[0] > self.team[1]
+
+    @property
+    def rounds(self) -> int:
+        """In a team: how many sums over it a step takes."""
+        return rounds(self.iteration) + (self.team_sums or 0)
+
+    def team_bytes(self, count: int) -> float:
+        """In a team of so many: what a member sends and gets of the Gram matrices' sums."""
+        assert self.team is not None
+        size = 2 if self.iteration.cuts is None else 4
+        return rounds(self.iteration) * size * min(self.team) ** 2 * 4 * (count - 1) / count
+
     def travel(self, **common: Any) -> Travel:
         """What travels for this rule, as the plan needs to know it."""
         narrow = getattr(self.orthogonalizer, "input_dtype", None)
@@ -166,6 +226,8 @@ class MatrixRule:
         """What one matrix that travels costs; a callable orthogonalizer counts as the default."""
         one = self.orthogonalizer
         if isinstance(one, Orthogonalizer):
+            if self.team is not None:
+                return TeamCost(one.method, one.steps, self.team)
             return Cost(one.method, one.steps, share)
         return Cost("auto", None, share)
 
@@ -189,6 +251,11 @@ class MatrixRule:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """From what arrived, [n, R, C], to what goes back."""
         return self.orthogonalizer(x), sides
+
+    def whole_in_team(self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper) -> Any:
+        """`whole` of shares: sums over the team, and then what goes back."""
+        shares = orthogonalize_in_team(x, self.iteration, tall=self.tall)
+        return followed_by(shares, lambda o: (o, sides))
 
     def absorb(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.optim.shell import OrthogonalOptimizer
-from ortho_func.plan import Balance, Hops, Wire
+from ortho_func.plan import Balance, Hops, TeamSize, Wire
 
 __all__ = ["Dion", "Dion2", "Dion3", "Muon", "NorMuon"]
 
@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     wire: Wire
     balance: Balance
     hops: Hops
+    team_size: TeamSize
     reduce_gradients: bool
     compile: bool | dict[str, Any]
 
@@ -90,6 +91,11 @@ class Muon(OrthogonalOptimizer):
             replicas and shards (HSDP) directly, or by way of the owner's replica with fewer
             connections, equally many bytes and equal results; see `plan`. On a 1-D mesh (FSDP,
             DDP) and with reduce_gradients nothing changes. Dion takes one.
+        team_size: how many ranks may own one matrix together, each a range of its long side, for
+            models with fewer large matrices than ranks. The plan takes as many as lower the busiest
+            rank's arithmetic by five per cent; "auto" also counts what the sums of Gram matrices
+            within a team move. Results differ by the rounding of these sums. Muon and NorMuon;
+            other algorithms, a callable as orthogonalizer, and stacks have one owner a matrix.
         reduce_gradients: the gradients differ between replicas (DDP under ``no_sync``) and the
             optimizer averages them: each replica sends its own momentum to a matrix's owner and
             gets the result back, in all as many bytes as an all-reduce of the gradients; other
@@ -135,6 +141,7 @@ class Muon(OrthogonalOptimizer):
         wire: Wire = "auto",
         balance: Balance = "cost",
         hops: Hops = "auto",
+        team_size: TeamSize = 1,
         reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
@@ -163,6 +170,7 @@ class Muon(OrthogonalOptimizer):
             wire=wire,
             balance=balance,
             hops=hops,
+            team_size=team_size,
             reduce_gradients=reduce_gradients,
             compile=compile,
         )

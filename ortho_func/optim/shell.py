@@ -42,7 +42,16 @@ from ortho_func.optim.options import (
     static_key,
 )
 from ortho_func.optim.reduction import Chunk, alone, chunks
-from ortho_func.plan import Balance, Hops, ParamSpec, Plan, Wire, default_bucket_bytes, places_of
+from ortho_func.plan import (
+    Balance,
+    Hops,
+    ParamSpec,
+    Plan,
+    TeamSize,
+    Wire,
+    default_bucket_bytes,
+    places_of,
+)
 from ortho_func.primitives.scaling import Descent, descend_
 
 __all__ = ["OrthogonalOptimizer"]
@@ -115,6 +124,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         wire: Wire = "auto",
         balance: Balance = "cost",
         hops: Hops = "auto",
+        team_size: TeamSize = 1,
         reduce_gradients: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
@@ -127,6 +137,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             "wire": wire,
             "balance": balance,
             "hops": hops,
+            "team_size": team_size,
             "reduce_gradients": reduce_gradients,
             "compile": compile,
         }
@@ -222,6 +233,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             wire=self._settings["wire"],
             balance=self._settings["balance"],
             hops=self._hops(),
+            team_size=self._settings.get("team_size", 1),  # not there in an older pickle
         )
         legs = tuple(
             replace(leg, hyper_of=tuple(chosen[number] for number in leg.hyper_of)) for leg in legs

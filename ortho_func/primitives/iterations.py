@@ -211,6 +211,7 @@ def step_of(made: Schedule, number: int, x_BRC: Tensor, tall: bool, gram_BMM: Te
 
 
 def frobenius_scaled(x_BRC: Tensor) -> Tensor:
+    """X divided by its Frobenius norm."""
     return x_BRC / nonzero(norm_of(x_BRC))
 
 
@@ -240,6 +241,7 @@ def _bounded_step(x_BRC: Tensor, tall: bool, gram: Tensor, step: Step) -> Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,6 +191,14 @@ def orthogonalize(
 METHODS: tuple[str, ...] = ("auto", "newton_schulz", "gram_newton_schulz", "svd", *SCHEDULE_NAMES)
 
 
+class Iteration(NamedTuple):
+    """What an orthogonalizer does: a schedule's steps, on X or between `cuts` on its Gram."""
+
+    schedule: Schedule
+    cuts: tuple[int, ...] | None  # None: on X
+    compute_dtype: torch.dtype | None
+
+
 @dataclass(frozen=True)
 class Orthogonalizer:
     """`orthogonalize` with its settings bound: hashable, comparable, picklable."""
@@ -207,6 +216,16 @@ class Orthogonalizer:
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which input is cast before anything else; None if it is not."""
         return None if self.method == "svd" else self.compute_dtype or torch.bfloat16
+
+    def iteration(self, rows: int, cols: int) -> Iteration | None:
+        """The iteration for matrices of this shape; None where there is none."""
+        dtype = self.compute_dtype or torch.bfloat16
+        method = _auto(rows, cols, self.steps, dtype) if self.method == "auto" else self.method
+        if method in ("vector", "svd"):
+            return None
+        made = find_schedule(_schedule_name(method), self.steps)
+        cuts = _default_restarts(len(made.steps)) if method == "gram_newton_schulz" else None
+        return Iteration(made, cuts, self.compute_dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The orthogonalized ``x``, ``[..., R, C]``."""
@@ -258,6 +277,25 @@ def flops(
     _check_method(method)
     _check_compute_dtype(compute_dtype)
     return sum(_work(rows, cols, method, steps, compute_dtype or torch.bfloat16))
+
+
+@cache
+def flops_of_share(
+    rows: int,
+    cols: int,
+    share: float,
+    *,
+    method: str = "auto",
+    steps: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> float:
+    """`flops` of an owner that has a share of the long side, and all of the short one.
+
+    >>> flops_of_share(64, 64, 1.0) == flops(64, 64)
+    True
+    """
+    along, short = _work(rows, cols, method, steps, compute_dtype or torch.bfloat16)
+    return along * share + short
 
 
 def cost(
