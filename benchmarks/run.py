@@ -14,8 +14,8 @@ import compile as compilation
 import measure
 import one_process
 import orthogonalizers
+import page
 import peers
-import report
 import sharded
 
 
@@ -42,7 +42,7 @@ def main() -> None:
             start = time.perf_counter()
             measure.save(name, part())
             print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    report.main()
+    page.main()
 
 
 if __name__ == "__main__":

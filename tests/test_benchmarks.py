@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import measure
 import one_process
 import orthogonalizers
+import page
 import peers
-import report
 
 
 def test_calls_alternate_and_warm_rounds_do_not_count() -> None:
@@ -82,12 +82,12 @@ def test_only_entries_of_equal_error_are_compared(
     """Three steps are faster, but worse than `close`: its ratio is to the default."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(measure, "load", lambda name: results() if name == "one_process" else None)
-    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(report, "PLOT", tmp_path / "plot.svg")
-    report.main()
-    page = report.PAGE.read_text()
-    assert "| close | 1.50 | 1.50 | ortho_func |" in page
-    assert "| far | 2.00 | 4.00 | ortho_func, 3 steps |" in page
-    assert "over the best peer (close) | 1.50 | 1.50 | yes |" in page
-    assert "Absent: missing (not installed)." in page
-    assert report.PLOT.stat().st_size < 100_000
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(page, "PLOT", tmp_path / "plot.svg")
+    page.main()
+    written = page.PAGE.read_text()
+    assert "| close | 1.50 | 1.50 | ortho_func |" in written
+    assert "| far | 2.00 | 4.00 | ortho_func, 3 steps |" in written
+    assert "over the best peer (close) | 1.50 | 1.50 | yes |" in written
+    assert "Absent: missing (not installed)." in written
+    assert page.PLOT.stat().st_size < 100_000

@@ -61,7 +61,7 @@ def views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     parts = flat.split([math.prod(shape) * count for shape, count in runs])
     found: list[Tensor] = []
     for part, (shape, count) in zip(parts, runs, strict=True):
-        found += part.reshape(count, *shape).unbind()
+        found += [part.reshape(shape)] if count == 1 else part.reshape(count, *shape).unbind()
     return found
 
 
@@ -69,13 +69,22 @@ def concatenate(parts: Sequence[Tensor], *, dtype: torch.dtype | None = None) ->
     """Join parts of any shape as 1-D, cast if a dtype is given; a single part is not copied."""
     dtypes = {part.dtype for part in parts}
     if len(parts) == 1 or dtypes == {dtype or parts[0].dtype} or _watched(parts):
-        flat = [part.reshape(-1) if dtype is None else part.reshape(-1).to(dtype) for part in parts]
+        flat = [_as(_flat(part), dtype) for part in parts]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
     # One pass: cast on the way into the buffer.
     total = sum(part.numel() for part in parts)
     buffer = torch.empty(total, dtype=dtype or parts[0].dtype, device=parts[0].device)
     foreach.copy_(views(buffer, [part.shape for part in parts]), parts)
     return buffer
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.ndim == 1 else x.reshape(-1)
+
+
+def _as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast where it changes anything: a compiled step has a node less."""
+    return x if dtype in (None, x.dtype) else x.to(dtype)
 
 
 def _watched(parts: Sequence[Tensor]) -> bool:
@@ -87,7 +96,7 @@ def encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Fp32 values, bit for bit, in a 1-D buffer of a narrower dtype; cast if it is wide enough."""
     if dtype.itemsize >= 4:
         return values.to(dtype)
-    return values.to(torch.float32).contiguous().view(dtype)
+    return _as(values, torch.float32).contiguous().view(dtype)
 
 
 def decode(buffer: Tensor) -> Tensor:

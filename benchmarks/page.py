@@ -1,4 +1,4 @@
-"""Write docs/performance.md and its plot from runs/bench: ``python benchmarks/report.py``."""
+"""Write docs/performance.md and its plot from runs/bench: ``python benchmarks/page.py``."""
 
 from collections.abc import Iterable
 from pathlib import Path
