@@ -80,6 +80,7 @@ class Travel:
     fraction: float | None = None
     local_dtype: torch.dtype | None = None  # of matrices that stay; None: the parameter's
     cost: Callable[[int, int], float] | None = None
+    sums: int = 0  # where teams own matrices: bytes of all terms of one owner's sums for one
 
     def flops(self, rows: int, cols: int) -> float:
         """The cost of one matrix; by default that of a quintic iteration, up to a factor."""

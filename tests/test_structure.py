@@ -21,14 +21,24 @@ LAYERS = (
     ("wire",),
     ("routing",),
     ("primitives",),
-    ("factors",),
+    ("teams",),
+    ("factors", "shares"),
     ("plan",),
+    ("owners",),
     ("geometry", "trees"),
     ("coefficients",),
 )
 # Layers whose files build on each other: primitives do not, but for the list operations and
 # helpers named here.
-SHARED_PRIMITIVES = {"momentum", "foreach", "iterations", "roots", "scaling"}
+SHARED_PRIMITIVES = {
+    "foreach",
+    "iterations",
+    "momentum",
+    "normalization",
+    "orthogonalize",
+    "roots",
+    "scaling",
+}
 
 
 def layer_of(module: str) -> int:
@@ -78,6 +88,7 @@ SIBLINGS = {
     "primitives.normalization": {"momentum", "roots"},
     "primitives.iterations": {"roots"},
     "primitives.orthogonalize": {"iterations"},
+    "primitives.teamwork": {"iterations", "momentum", "normalization", "orthogonalize", "roots"},
     "primitives.packing": {"foreach"},
     "primitives.scaling": {"foreach", "momentum"},
     "algorithms.normuon": {"muon"},
@@ -85,6 +96,7 @@ SIBLINGS = {
     "algorithms.elementwise": {"adamw", "lion"},
     "algorithms.pointwise": {"adamw", "lion"},
     "algorithms.program": {"legs", "nonfinite"},
+    "algorithms.legs": {"teams"},
     "algorithms.local": {"legs"},
     "algorithms.distributed": {"legs", "program"},
     "algorithms.matrixwise": {"distributed", "local", "program"},

@@ -25,6 +25,10 @@ from ortho_func import Muon, NorMuon
 from ortho_func.algorithms.legs import plan_for
 from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.normuon import NorMuonRule
+from ortho_func.cli.figures import figures_of, make_plan
+from ortho_func.cli.hardware import Hardware
+from ortho_func.cli.meshes import find_mesh
+from ortho_func.cli.models import find_model
 from ortho_func.geometry import Reading, mesh_layout
 from ortho_func.plan import ParamSpec
 from ortho_func.primitives.orthogonalize import Orthogonalizer
@@ -128,10 +132,10 @@ def test_methods(pool: Any, method: str) -> None:
 def many_shapes(rank: int, world: int, seed: int, compiled: bool) -> tuple[float, int, list[int]]:
     """A model whose large matrices are shared and whose small ones are not; gradients missing."""
     shapes = {"big": (16, 48), "large": (48, 16), **{f"small{n}": (4, 6) for n in range(6)}}
-    shapes |= {"more": (16, 48), "odd": (3, 50)}
+    shapes |= {"odd": (3, 50)}
     backend, found = Trace(), []
     tensors = whole_tensors(shapes, seed)
-    for size in (1, 3):
+    for size in (1, 2):
         parameters = by_fully_shard(tensors, (world,))
         optimizer = NorMuon(
             list(parameters.items()), lr=0.1, team_size=size, wire_dtype=torch.float32,
@@ -157,7 +161,7 @@ def test_beside_matrices_of_one_owner(pool: Any, compiled: bool) -> None:
     for error, graphs, teams in pool.run(many_shapes, seed, compiled, world=4):
         assert error < 1e-4, (seed, error)
         assert graphs == compiled
-        assert set(teams) == {1, 3} or set(teams) == {1, 2} or set(teams) == {1, 2, 3}, teams
+        assert set(teams) == {1, 2}
 
 
 def reduced(rank: int, world: int, seed: int) -> float:
@@ -303,8 +307,7 @@ def test_no_teams_where_there_are_matrices_enough() -> None:
 
 
 def test_auto_counts_what_the_sums_move() -> None:
-    """On links of a few bytes per thousand operations it pays for large matrices alone."""
-    small, large = planned([(64, 256)], 8, "auto"), planned([(8192, 32768)], 8, "auto")
+    small, large = planned([(512, 2048)], 8, "auto"), planned([(16384, 65536)], 8, "auto")
     assert {bucket.team for bucket in small.buckets} == {1}
     assert max(bucket.team for bucket in large.buckets) > 1
 
@@ -341,6 +344,20 @@ def test_what_has_one_owner() -> None:
         assert {b.team for b in planned([(64, 256)], 8, 8, other).buckets} == {1}
     assert {b.team for b in planned([(1, 256)], 8, 8).buckets} == {1}
     assert max(b.team for b in planned([(64, 256)], 8, 8, NorMuonRule()).buckets) > 1
+
+
+def test_the_plan_command_counts_teams() -> None:
+    model, mesh = find_model("1*16384x65536"), find_mesh("fsdp", 8)
+    alone, together = (
+        figures_of(make_plan(model, mesh, bucket_bytes=2**26, team_size=size), Hardware())
+        for size in (1, 8)
+    )
+    assert max(together.work) < 0.5 * max(alone.work)
+    assert together.matrices == 8
+    # Each of eight owners: four Gram matrices in bf16, all but an eighth out and home.
+    sums = 8 * 2 * 4 * 2 * 16384**2 * 7 // 8
+    assert together.wire_bytes == together.least_bytes + sums
+    assert together.step_time < alone.step_time
 
 
 @pytest.mark.parametrize(

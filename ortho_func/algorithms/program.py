@@ -287,7 +287,7 @@ def _run_trip(
                 shards[n] = like.new_zeros(entry.shape)
                 held = given.state[subjects[entry.item.param].param]
                 sides[n] = [
-                    _slice(held[rule.told[number]], entry).reshape(shape)
+                    _slice(_told(held[rule.told[number]], frames[n]), entry).reshape(shape)
                     if number in rule.told
                     else torch.zeros(shape, device=like.device)
                     for number, shape in enumerate(entry.sides)
@@ -375,6 +375,11 @@ def _masks(given: Inputs, subjects: Sequence[Subject], here: Sequence[bool]) -> 
         torch.tensor(there, device=given.params[subject.param].device)
         for there, subject in zip(here, subjects, strict=True)
     ]
+
+
+def _told(tensor: Tensor, frame: Frame) -> Tensor:
+    """What of state with one value a row a frame is about."""
+    return tensor if frame.within is None else frame.within.of(tensor, "row")
 
 
 def _slice(tensor: Tensor, entry: Entry) -> Tensor:

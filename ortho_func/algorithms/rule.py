@@ -210,17 +210,23 @@ class MatrixRule:
         """In a team: how many sums over it a step takes."""
         return rounds(self.iteration) + (self.team_sums or 0)
 
-    def team_bytes(self, count: int) -> float:
-        """In a team of so many: what a member sends and gets of the Gram matrices' sums."""
-        assert self.team is not None
-        size = 2 if self.iteration.cuts is None else 4
-        return rounds(self.iteration) * size * min(self.team) ** 2 * 4 * (count - 1) / count
+    @property
+    def sums(self) -> int:
+        """In a team: bytes of a member's terms of all Gram matrices."""
+        if self.team is None:
+            return 0
+        dtype = self.iteration.compute_dtype or torch.bfloat16
+        if self.iteration.cuts is not None:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return rounds(self.iteration) * dtype.itemsize * min(self.team) ** 2
 
     def travel(self, **common: Any) -> Travel:
         """What travels for this rule, as the plan needs to know it."""
         narrow = getattr(self.orthogonalizer, "input_dtype", None)
         settled = {"local_dtype": narrow, **common}
-        return Travel(algorithm=self.name, sides=self.sides, cost=self.cost(), **settled)
+        return Travel(
+            algorithm=self.name, sides=self.sides, cost=self.cost(), sums=self.sums, **settled
+        )
 
     def cost(self, share: float = 1.0) -> Callable[[int, int], float]:
         """What one matrix that travels costs; a callable orthogonalizer counts as the default."""

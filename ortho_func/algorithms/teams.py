@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from ortho_func.algorithms.rule import MatrixRule
 from ortho_func.owners import assign_owners, busiest
-from ortho_func.plan import ParamSpec, Share, TeamSize
+from ortho_func.plan import ParamSpec, Share, TeamSize, Travel
 from ortho_func.shares import Cut, cut_of, share_spec
 
-__all__ = ["check_team_size", "shares_of", "team_sizes"]
+__all__ = ["check_team_size", "moved", "shares_of", "team_sizes"]
 
-# What a byte of the Gram matrices' sums costs in "auto", in floating-point operations: an
-# accelerator's rate over its link's is some thousands. A judgement.
-OPERATIONS_PER_BYTE = 2000.0
+# What a byte of the Gram matrices' sums costs in "auto", in floating-point operations: 400 TFLOP/s
+# over 50 GB/s, as `python -m ortho_func plan` assumes too. A judgement.
+OPERATIONS_PER_BYTE = 8000.0
 # A team must take so much off the busiest rank.
 LEAST_GAIN = 0.05
 
@@ -52,6 +52,14 @@ def team_sizes(
     return found
 
 
+def moved(travel: Travel, count: int) -> float:
+    """Bytes that one of so many owners of a matrix sends, and gets, of its sums.
+
+    Of each sum a member sends all but its own part, and gets as many; then sums come back.
+    """
+    return 4.0 * travel.sums * (count - 1) / count
+
+
 def shares_of(
     number: int, spec: ParamSpec, rule: MatrixRule, size: int
 ) -> list[tuple[ParamSpec, MatrixRule, Cut]]:
@@ -78,16 +86,17 @@ class _Choice:
         self.most = world if size == "auto" else min(size, world)
         self.byte = OPERATIONS_PER_BYTE if size == "auto" else 0.0
         self.parts = {n: _Parts.of(specs[n], rules[specs[n].group]) for n in numbers}
+        self.costs = {
+            parts: {n: self._cost(parts, n) for n in (1, *_sizes_up_to(self._most(parts)))}
+            for parts in set(self.parts.values())
+        }
 
     def decide(self, sizes: list[int]) -> None:
         """Write the sizes of these parameters' teams."""
         alike: dict[_Parts, list[int]] = defaultdict(list)
         for number, parts in self.parts.items():
             alike[parts].append(number)
-        costs = {
-            parts: {n: self._cost(parts, n) for n in (1, *_sizes_up_to(self._most(parts)))}
-            for parts in alike
-        }
+        costs = self.costs
         best = self._busiest(sizes)
         # From no teams on: what one owner of a matrix may have to do, lower and lower.
         for cap in sorted({cost for found in costs.values() for cost in found.values()})[::-1]:
@@ -109,8 +118,8 @@ class _Choice:
         if count == 1:
             return parts.rule.travel().flops(parts.rows, parts.cols)
         assert parts.teamed is not None
-        work = parts.teamed.travel().flops(parts.rows, -(-parts.cols // count))
-        return work + self.byte * parts.teamed.team_bytes(count)
+        travel = parts.teamed.travel()
+        return travel.flops(parts.rows, -(-parts.cols // count)) + self.byte * moved(travel, count)
 
     def _busiest(self, sizes: Sequence[int]) -> float:
         """What the busiest rank has to do."""
@@ -119,7 +128,7 @@ class _Choice:
         for number, parts in self.parts.items():
             count = sizes[number]
             for matrix in range(parts.matrices):
-                costs += [self._cost(parts, count)] * count
+                costs += [self.costs[parts][count]] * count
                 teams += [(number, matrix) if count > 1 else None] * count
         owners = assign_owners(costs, [None] * len(costs), self.world, teams)
         return busiest(costs, owners, self.world)

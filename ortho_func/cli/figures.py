@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.legs import plan_for
+from ortho_func.algorithms.teams import moved
 from ortho_func.cli.bounds import least_busiest
 from ortho_func.cli.hardware import Hardware
 from ortho_func.cli.meshes import Mesh, specs_of
@@ -43,6 +44,7 @@ def make_plan(
     bucket_bytes: int,
     wire: Any = "auto",
     hops: Any = "auto",
+    team_size: Any = 1,
     **options: Any,
 ) -> Planned:
     """Plan a model on a mesh, as an optimizer with these options would."""
@@ -55,6 +57,7 @@ def make_plan(
         bucket_bytes=bucket_bytes,
         wire=wire,
         hops=hops,
+        team_size=team_size,
     )[0].plan
     return Planned(model, mesh, group, made, time.process_time() - began)
 
@@ -108,6 +111,7 @@ def figures_of(planned: Planned, hardware: Hardware, *, tables: bool = True) -> 
     slabs = [slab for bucket in made.buckets for slab in bucket.slabs]
     costs = [_flops(planned, slab) for slab in slabs for _ in slab.members]
     ways = [way for trip in trips for way in (trip.out, *trip.home)]
+    sums = _sum([trip.sums for trip in trips])  # half of them are sent
     owned = torch.tensor([m.owner for slab in slabs for m in slab.members])
     return Figures(
         matrices=len(costs),
@@ -115,12 +119,12 @@ def figures_of(planned: Planned, hardware: Hardware, *, tables: bool = True) -> 
         costs=tuple(costs),
         owned=torch.bincount(owned, minlength=ranks),
         work=work,
-        sent=_sum([way.sent - way.kept for way in ways]),
-        received=_sum([way.received - way.kept for way in ways]),
-        wire_bytes=sum(way.total for way in ways),
+        sent=_sum([way.sent - way.kept for way in ways]) + sums // 2,
+        received=_sum([way.received - way.kept for way in ways]) + sums // 2,
+        wire_bytes=sum(way.total for way in ways) + int(sums.sum()) // 2,
         least_bytes=least_bytes(made),
         arithmetic_time=hardware.arithmetic_seconds(work),
-        wire_time=_sum([trip.out_time + trip.home_time for trip in trips]),
+        wire_time=_sum([trip.out_time + trip.sums_time + trip.home_time for trip in trips]),
         step_time=_step_time(trips, hardware),
         memory=_memory(trips),
         connections=peers.counts(),
@@ -157,7 +161,9 @@ class _Trip:
     home: tuple[Exchange, ...]  # one or two hops
     work: Tensor
     whole: Tensor  # bytes of whole matrices
+    sums: Tensor  # bytes of sums over teams, both ways
     out_time: Tensor
+    sums_time: Tensor
     home_time: Tensor
 
 
@@ -165,13 +171,16 @@ def _trip(planned: Planned, bucket: Bucket, peers: Peers, hardware: Hardware) ->
     out, *home = exchanges(planned.plan, bucket, peers)
     work = torch.zeros(bucket.domain.size, dtype=torch.float64)
     whole = torch.zeros_like(work)
+    sums = torch.zeros(bucket.domain.size, dtype=torch.int64)
     for slab in bucket.slabs:
         owners = torch.tensor([matrix.owner for matrix in slab.members])
         count = torch.bincount(owners, minlength=bucket.domain.size)
         work += count * _flops(planned, slab)
         whole += count * slab.rows * slab.cols * bucket.wire_dtype.itemsize
+        sums += count * int(moved(planned.plan.groups[slab.group], bucket.team))
+    sums_time = (sums > 0) * hardware.wire_seconds(sums, bucket.team - 1)
     return _Trip(
-        bucket.local, out, tuple(home), work, whole, _wire_time(out, hardware),
+        bucket.local, out, tuple(home), work, whole, sums, _wire_time(out, hardware), sums_time,
         _sum([_wire_time(hop, hardware) for hop in home]),
     )  # fmt: skip
 
@@ -185,6 +194,8 @@ def _wire_time(way: Exchange, hardware: Hardware) -> Tensor:
 def _flops(planned: Planned, slab: Slab) -> float:
     """Floating-point operations of one matrix: of what an algorithm selects of it."""
     travel, options = planned.plan.groups[slab.group], planned.options
+    if travel.sums:
+        return travel.flops(slab.rows, slab.cols)
     rows, cols = _selected(travel, options, slab.rows, slab.cols)
     method, steps = options["orthogonalizer"], options["ns_steps"]
     return float(flops(rows, cols, method=method, steps=steps))
@@ -204,8 +215,9 @@ def _step_time(trips: Sequence[_Trip], hardware: Hardware) -> float:
 
     Every exchange waits for its slowest rank, so this is more than any rank's own time.
     """
-    work = [_most(hardware.arithmetic_seconds(trip.work)) for trip in trips if not trip.local]
-    seconds = sum(_most(hardware.arithmetic_seconds(trip.work)) for trip in trips if trip.local)
+    turns = [_most(hardware.arithmetic_seconds(t.work) + t.sums_time) for t in trips]
+    work = [turn for turn, trip in zip(turns, trips, strict=True) if not trip.local]
+    seconds = sum(turn for turn, trip in zip(turns, trips, strict=True) if trip.local)
     travelling = [trip for trip in trips if not trip.local]
     out = [_most(trip.out_time) for trip in travelling] + [0.0]
     home = [0.0] + [_most(trip.home_time) for trip in travelling]

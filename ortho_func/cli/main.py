@@ -84,8 +84,18 @@ def _add_mesh_options(plan: argparse.ArgumentParser) -> None:
         choices=("auto", "one", "two"),
         help="how results reach replicas: from their owner, or by way of the owner's replica",
     )
+    plan.add_argument(
+        "--team-size",
+        type=_team_size,
+        default=1,
+        help="how many ranks may own a matrix together, a number or auto; of muon and normuon",
+    )
     plan.add_argument("--wire-dtype", default="bfloat16", choices=_DTYPES)
     plan.add_argument("--bucket-mb", type=float, default=64.0, metavar="MIB")
+
+
+def _team_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _add_algorithm_options(plan: argparse.ArgumentParser) -> None:
@@ -111,6 +121,7 @@ def _plan(given: argparse.Namespace) -> None:
             bucket_bytes=int(given.bucket_mb * 2**20),
             wire=given.wire,
             hops=given.hops,
+            team_size=given.team_size,
             algorithm=given.algorithm,
             orthogonalizer=given.method,
             ns_steps=given.steps,

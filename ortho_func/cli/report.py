@@ -75,10 +75,16 @@ def hops_home(made: Plan) -> str:
     return " and ".join({1: "one hop", 2: "two hops"}[hops] for hops in found) or "no hop"
 
 
+def _teams(made: Plan) -> str:
+    """How many ranks own a matrix together."""
+    return ", ".join(map(str, sorted({bucket.team for bucket in made.buckets})))
+
+
 _ROWS: tuple[tuple[str, Callable[[Planned, Figures], str]], ...] = (
     ("matrices", lambda p, f: str(f.matrices)),
     ("ranks that own any", lambda p, f: str(int((f.owned > 0).sum()))),
     ("matrices a rank owns", lambda p, f: _span(f.owned)),
+    ("ranks that own a matrix together", lambda p, f: _teams(p.plan)),
     ("busiest rank / max(mean, largest matrix)", lambda p, f: f"{f.balance:.3f}"),
     ("busiest rank / no assignment beats", lambda p, f: f"{f.over_least_busiest:.3f}"),
     ("bytes on the wire, all ranks", lambda p, f: size(f.wire_bytes)),
