@@ -20,7 +20,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-MARKS = "<!-- runs -->\n", "<!-- end of runs -->"
 RATES = {
     "muon": [0.01, 0.02, 0.04, 0.08],
     "normuon": [0.01, 0.02, 0.04, 0.08],
@@ -49,23 +48,58 @@ class Run:
         return self.seconds[step] / step
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What is compared: a name, options of train_gpt.py, and the learning rates to try."""
+
+    name: str
+    options: dict[str, str]
+    rates: list[float]
+
+
+ByRate = dict[str, dict[float, Run]]
+BySeed = dict[str, tuple[float, list[Run]]]
+
+ALGORITHMS = [Entry(name, {"optimizer": name}, rates) for name, rates in RATES.items()]
+VARIANTS = [
+    Entry("normuon as it is", {"optimizer": "normuon"}, [0.02]),
+    *(
+        Entry(f"adjust_lr_fn={name}", {"optimizer": "normuon", "adjust-lr-fn": name}, rates)
+        for name, rates in {
+            "match_rms_adamw": [0.003, 0.006, 0.012],
+            "spectral_norm": [0.01, 0.02, 0.04],
+            "none": [0.02, 0.04, 0.08],
+        }.items()
+    ),
+    *(
+        Entry(f"orthogonalizer={name}", {"optimizer": "normuon", "orthogonalizer": name}, [0.02])
+        for name in ("jordan", "polar_express", "cubic", "turbo_muon", "svd")
+    ),
+    Entry("lion", {"optimizer": "lion"}, [0.0003, 0.001, 0.003]),
+]
+
+
+WHAT = {"algorithms": ALGORITHMS, "variants": VARIANTS}
+
+
 class Runs:
-    """Runs by algorithm, learning rate and seed, each trained when asked for."""
+    """Runs by entry, learning rate and seed, each trained when asked for."""
 
     def __init__(self, *, steps: int, out: Path) -> None:
         self.steps, self.out = steps, out
 
-    def one(self, algorithm: str, lr: float, seed: int) -> Run:
-        folder = self.out / f"{self.steps}-{algorithm}-{lr:g}-{seed}"
+    def one(self, entry: Entry, lr: float, seed: int) -> Run:
+        name = "-".join(entry.options.values())
+        folder = self.out / f"{self.steps}-{name}-{lr:g}-{seed}"
         if not (folder / "curve.json").exists():
-            self.train(algorithm, lr, seed, folder)
+            self.train(entry, lr, seed, folder)
         found = json.loads((folder / "curve.json").read_text())
         return Run([tuple(pair) for pair in found["validation"]], dict(found["seconds"]))
 
-    def train(self, algorithm: str, lr: float, seed: int, folder: Path) -> None:
+    def train(self, entry: Entry, lr: float, seed: int, folder: Path) -> None:
         options = {
             **MODEL,
-            "optimizer": algorithm,
+            **entry.options,
             "lr": lr,
             "seed": seed,
             "steps": self.steps,
@@ -79,10 +113,20 @@ class Runs:
         arguments = [f"--{name}={value}" for name, value in options.items()]
         subprocess.run([*torchrun, *script, *arguments], check=True)
 
+    def best(self, entries: list[Entry], seeds: int) -> tuple[ByRate, BySeed]:
+        """All learning rates with one seed, and the best of them with all."""
+        by_rate = {e.name: {lr: self.one(e, lr, 0) for lr in e.rates} for e in entries}
+        by_seed = {}
+        for entry in entries:
+            tried = by_rate[entry.name]
+            lr = min(tried, key=lambda lr: tried[lr].last)
+            by_seed[entry.name] = lr, [self.one(entry, lr, seed) for seed in range(seeds)]
+        return by_rate, by_seed
 
-def rates_table(found: dict[str, dict[float, Run]]) -> str:
+
+def rates_table(found: ByRate) -> str:
     """The loss after all steps by learning rate, the best in bold."""
-    lines = ["| algorithm | lr: loss |", "| --- | --- |"]
+    lines = ["| what | lr: loss |", "| --- | --- |"]
     for algorithm, runs in found.items():
         best = min(run.last for run in runs.values())
         cells = [
@@ -93,13 +137,14 @@ def rates_table(found: dict[str, dict[float, Run]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def seeds_table(found: dict[str, tuple[float, list[Run]]]) -> str:
-    """Mean and spread over seeds, and processor time a step as a ratio to Muon's."""
+def seeds_table(found: BySeed) -> str:
+    """Mean and spread over seeds, and processor time a step as a ratio to the first's."""
     lines = [
-        "| algorithm | lr | loss, mean of seeds | lowest to highest | processor time a step |",
+        "| what | lr | loss, mean of seeds | lowest to highest | processor time a step |",
         "| --- | --- | --- | --- | --- |",
     ]
-    unit = statistics.median(run.per_step for run in found["muon"][1])
+    _, first = next(iter(found.values()))
+    unit = statistics.median(run.per_step for run in first)
     for algorithm, (lr, runs) in found.items():
         losses = [run.last for run in runs]
         time = statistics.median(run.per_step for run in runs) / unit
@@ -110,7 +155,7 @@ def seeds_table(found: dict[str, tuple[float, list[Run]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(found: dict[str, tuple[float, list[Run]]], path: Path) -> None:
+def plot(found: BySeed, path: Path) -> None:
     """Mean loss over seeds, against steps and against processor time."""
     figure, (by_step, by_time) = plt.subplots(
         1, 2, figsize=(10, 4.2), sharey=True, layout="constrained"
@@ -136,23 +181,27 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=200, help="length of each run")
     parser.add_argument("--seeds", type=int, default=3, help="runs at the best learning rate")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT), help="sections")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of the runs")
     parser.add_argument("--docs", type=Path, default=HERE.parent / "docs", help="what to write to")
     args = parser.parse_args()
 
     runs = Runs(steps=args.steps, out=args.out)
-    by_rate = {a: {lr: runs.one(a, lr, 0) for lr in rates} for a, rates in RATES.items()}
-    best = {a: min(found, key=lambda lr: found[lr].last) for a, found in by_rate.items()}
-    by_seed = {
-        a: (lr, [runs.one(a, lr, seed) for seed in range(args.seeds)]) for a, lr in best.items()
-    }
-    plot(by_seed, args.docs / "choosing.svg")
-    page = args.docs / "choosing.md"
-    before, rest = page.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    text = f"After {args.steps} steps, {args.seeds} seeds:\n\n{seeds_table(by_seed)}\n"
-    text += f"The learning rates that were tried, one seed:\n\n{rates_table(by_rate)}"
-    page.write_text(before + MARKS[0] + text + MARKS[1] + after)
+    for what in args.what:
+        by_rate, by_seed = runs.best(WHAT[what], args.seeds)
+        plot(by_seed, args.docs / f"choosing{'' if what == 'algorithms' else '-' + what}.svg")
+        text = f"After {args.steps} steps, {args.seeds} seeds:\n\n{seeds_table(by_seed)}\n"
+        tried = {name: found for name, found in by_rate.items() if len(found) > 1}
+        text += f"The learning rates that were tried, one seed:\n\n{rates_table(tried)}"
+        write(args.docs / "choosing.md", what, text)
+
+
+def write(page: Path, what: str, text: str) -> None:
+    """Put a section between its marks."""
+    begin, end = f"<!-- {what} -->\n", f"<!-- end of {what} -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(before + begin + text + end + after)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ LEARNING_RATES = {
     "dion2": 0.02,
     "dion3": 0.02,
     "dion": 0.02,
+    "lion": 0.001,
     "adamw": 0.001,
 }
 
@@ -50,6 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--optimizer", choices=LEARNING_RATES, default="normuon", help="for hidden matrices")
     option("--lr", type=float, help="of the hidden matrices (default: the best of the sweep)")
+    option("--adjust-lr-fn", help="how it depends on a matrix's shape (default: as published)")
+    option("--orthogonalizer", default="auto", help="see docs/choosing.md")
     option("--rest-lr", type=float, default=0.01, help="of embedding, head and norms (AdamW)")
     option("--weight-decay", type=float, default=0.1, help="of the hidden matrices")
     option("--steps", type=int, default=300, help="length of the whole schedule")
@@ -118,9 +121,12 @@ def build_optimizer(args: argparse.Namespace, model: TinyGPT) -> torch.optim.Opt
     from ortho_func import Dion, Dion2, Dion3, Muon, NorMuon
 
     kinds = {"normuon": NorMuon, "muon": Muon, "dion2": Dion2, "dion3": Dion3, "dion": Dion}
-    optimizer = kinds[args.optimizer]
     groups = [{"params": hidden}, {"params": rest, "algorithm": "adamw", **adamw}]
-    return optimizer(groups, momentum=0.95, compile=not args.no_compile, **settings)
+    if args.optimizer == "lion":  # any of them takes a group of another algorithm
+        groups[0] |= {"algorithm": "lion", "betas": (0.9, 0.99)}
+        return Muon(groups, compile=not args.no_compile, **settings)
+    settings |= {"adjust_lr_fn": args.adjust_lr_fn, "orthogonalizer": args.orthogonalizer}
+    return kinds[args.optimizer](groups, momentum=0.95, compile=not args.no_compile, **settings)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:

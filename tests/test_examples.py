@@ -12,6 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+from layouts import gather, relative_error, scatter_like, whole_tensors
+from test_layouts import LAYOUTS
+
+from ortho_func import Reading, apply_updates, plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "functional"
@@ -60,6 +64,38 @@ def test_own_algorithm(pool: Any) -> None:
     alone = example("own_algorithm").main()
     for norms in pool.run(own_algorithm, world=2):
         assert norms == pytest.approx(alone, rel=1e-5)
+
+
+def own_algorithm_on(rank: int, world: int, layouts: list[str], seed: int) -> dict[str, float]:
+    """By layout, the error of shards over whole tensors, in fp32 on the wire."""
+    transform, errors = example("own_algorithm").soft_muon, {}
+    for layout in layouts:
+        _, shapes, place, arguments, options = LAYOUTS[layout]
+        whole = whole_tensors(shapes, seed)
+        gradients = [whole_tensors(shapes, seed + step) for step in (1, 2)]
+        found = []
+        for params in (whole, place(whole, **arguments)):
+            params = {name: p.detach() for name, p in params.items()}
+            readings = dict.fromkeys(params, Reading(**options)) if options else None
+            made = plan(params, readings=readings, wire_dtype=torch.float32)
+            tx = transform(lr=0.1, plan=made)
+            state = tx.init(params)
+            for step in gradients:
+                grads = {name: scatter_like(step[name], p) for name, p in params.items()}
+                updates, state = tx.update(grads, state, params)
+                params = apply_updates(params, updates)
+            found.append([gather(p) for p in params.values()])
+        errors[layout] = max(map(relative_error, found[1], found[0]))
+    return errors
+
+
+@pytest.mark.parametrize("world", sorted({row[0] for row in LAYOUTS.values()}))
+def test_own_algorithm_on_every_layout(pool: Any, world: int) -> None:
+    seed = torch.seed() % 2**31
+    layouts = [name for name, row in LAYOUTS.items() if row[0] == world]
+    for errors in pool.run(own_algorithm_on, layouts, seed, world=world):
+        assert list(errors) == layouts
+        assert max(errors.values()) < 1e-4, (seed, errors)
 
 
 def fsdp2(rank: int, world: int) -> list[float]:
