@@ -298,7 +298,7 @@ def main() -> None:
     trainer = Trainer(model, optimizer, build_schedule(optimizer, args.steps))
     if args.resume:
         resume(trainer, args.out)
-    if first and hasattr(optimizer, "plan"):
+    if first and getattr(optimizer, "plan", None) is not None:
         print(optimizer.plan.describe(), flush=True)
 
     entropy = english.unigram_entropy(english.load()[1])
