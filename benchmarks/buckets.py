@@ -5,19 +5,16 @@
 
 import argparse
 import os
-import tempfile
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import measure
 import peers
-import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from one_process import layers
+from ranks import on_ranks
 from sharded import Layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,11 +57,7 @@ def give_memory_back() -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def worker(rank: int, world: int, store: str, width: int, count: int, sizes: list[int],
-           results: Any) -> None:  # fmt: skip
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=world)
+def worker(rank: int, world: int, width: int, count: int, sizes: list[int]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world,))
     model = Layer(peers.parameters(layers(count, width)))
     fully_shard(model, mesh=mesh)
@@ -88,32 +81,17 @@ def worker(rank: int, world: int, store: str, width: int, count: int, sizes: lis
             one.step()
         extra[str(size)] = peak.extra
     whole = sum(p.numel() for p in params) * 2
-    if rank == 0:
-        results.put(
-            {
-                "world": world, "width": width, "layers": count, "wire_bytes": whole,
-                "times": times, "extra": extra,
-                "buckets": {str(size): len(one.plan.buckets) for size, one in made.items()},
-            }
-        )  # fmt: skip
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "world": world, "width": width, "layers": count, "wire_bytes": whole,
+        "times": times, "extra": extra,
+        "buckets": {str(size): len(one.plan.buckets) for size, one in made.items()},
+    }  # fmt: skip
 
 
 def run(world: int = 2, width: int = 512, count: int = 4) -> dict[str, Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sizes = [n * MIB for n in (1, 2, 4, 8, 16, 32, 64)]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, f"{folder}/store", width, count, sizes, queue)
-        started = torch.multiprocessing.start_processes(
-            worker, arguments, nprocs=world, join=False, start_method="spawn"
-        )
-        assert started is not None
-        found: dict[str, Any] = queue.get(timeout=600)
-        while not started.join():
-            pass
+    found: dict[str, Any] = on_ranks(
+        worker, world, width, count, [n * MIB for n in (1, 2, 4, 8, 16, 32, 64)]
+    )
     return found
 
 

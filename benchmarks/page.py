@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import compile as compilation
+import growth
 import measure
 import orthogonalizers
+import overlap
 import peers
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PLOT = DOCS / "performance.md", DOCS / "performance.svg"
+PAGE, PLOT, GROWTH = (DOCS / name for name in ("performance.md", "performance.svg", "growth.svg"))
+PARTS = ("one_process", "sharded", "orthogonalizers", "buckets", "overlap", "teams", "growth",
+         "compile", "device")  # fmt: skip
 MIB = 2**20
 
 # What the library aims at: peer's time over ours, at least.
@@ -25,16 +29,16 @@ Target = tuple[str, float, float]  # what, aim, measured
 
 
 def main() -> None:
-    found = {
-        name: measure.load(name)
-        for name in ("one_process", "sharded", "orthogonalizers", "buckets", "compile", "device")
-    }
+    found = {name: measure.load(name) for name in PARTS}
     targets: list[Target] = []
     sections = [
         one_process(found["one_process"], targets),
         sharded(found["sharded"], targets),
         orthogonalizer(found["orthogonalizers"], targets),
         buckets(found["buckets"]),
+        overlapped(found["overlap"]),
+        teamed(found["teams"]),
+        grown(found["growth"], found["buckets"]),
         compiling(found["compile"]),
         device(found["device"]),
     ]
@@ -219,6 +223,43 @@ def buckets(found: dict[str, Any] | None) -> str:
         "orthogonalizer's work space included.\n\n"
     )
     return text + measure.table(("`bucket_bytes`", "buckets", "step", "extra memory"), rows)
+
+
+def overlapped(found: dict[str, Any] | None) -> str:
+    return "" if found is None else OVERLAP.format(**found) + overlap.table(found)
+
+
+OVERLAP = """
+## Overlap
+
+Two ranks, {buckets} buckets, and a simulated link that carries one exchange after the other. The
+bound is 1.1 times the longer of arithmetic and link, and one bucket's edge: its arithmetic and its
+two exchanges, which nothing can hide. (Ranks that share cores with anything else wait longer.)
+
+"""
+
+
+def teamed(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    rows = [[name, f"{ratio:.2f}"] for name, ratio in found["ratios"].items()]
+    return TEAMS.format(**found) + measure.table(("matrix", "one owner's time over a team's"), rows)
+
+
+TEAMS = """
+## Teams
+
+A model of one matrix on {world} ranks: the step with one owner over that with a team of all
+(`team_size={world}`). Each of the four steps of the iteration sums Gram matrices over the team.
+
+"""
+
+
+def grown(found: dict[str, Any] | None, memory: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    growth.draw(found, memory, GROWTH)
+    return growth.tables(found)
 
 
 def compiling(found: dict[str, Any] | None) -> str:

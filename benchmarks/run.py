@@ -11,12 +11,15 @@ from typing import Any
 
 import buckets
 import compile as compilation
+import growth
 import measure
 import one_process
 import orthogonalizers
+import overlap
 import page
 import peers
 import sharded
+import teams
 
 
 def parts(seconds: float) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -25,6 +28,9 @@ def parts(seconds: float) -> dict[str, Callable[[], dict[str, Any]]]:
         "sharded": lambda: sharded.run(sharded.cases(), seconds=seconds),
         "orthogonalizers": lambda: orthogonalizers.run(seconds=seconds),
         "buckets": buckets.run,
+        "overlap": overlap.run,
+        "teams": teams.run,
+        "growth": lambda: growth.run(seconds=seconds / 2),
         "compile": lambda: compilation.run((1, 3)),
     }
 

@@ -5,7 +5,6 @@ together behind a barrier; a step's time is its slowest rank's.
 """
 
 import argparse
-import datetime
 import os
 import tempfile
 import time
@@ -23,11 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from one_process import Shapes, layers
 from peers import Absent, Entry
+from ranks import PATIENCE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-PATIENCE = datetime.timedelta(seconds=500)  # for a rank that compiles while others wait
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,12 @@ def measured(
             print(f"  {entry.name}: warm in {time.perf_counter() - start:.1f} s", flush=True)
         steps[entry.name] = optimizer.step
     return {
-        "times": _alternate(steps, models, grads, repeats, seconds),
+        "times": alternated(steps, models, grads, repeats, seconds),
         "failed": {one.name: one.reason for one in failed},
     }
 
 
-def _alternate(
+def alternated(
     steps: dict[str, Any], models: Any, grads: Any, repeats: int, seconds: float
 ) -> measure.Times:
     """Rounds over all entries; every rank does equally many, and the slowest rank counts."""
