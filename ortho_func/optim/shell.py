@@ -5,8 +5,9 @@ All in-place writes of the library are here (and in functions whose names end in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,22 @@ class _Built:
     group_of: list[int]
     elementwise: list[_Elementwise]
     traced: Callable[..., None] | None
+    presence: _Presence = field(default_factory=lambda: _Presence())
+
+
+class _Presence:
+    """Which gradients there are, as 0-d tensors: made again where that changes."""
+
+    def __init__(self) -> None:
+        self.last: tuple[list[bool], torch.device] | None = None
+        self.made: list[Tensor] = []
+
+    def of(self, there: list[bool], device: torch.device) -> list[Tensor]:
+        if self.last != (there, device):
+            # one by one: an index into a tensor would make every parameter's code its own
+            found = torch.tensor(there).to(device, non_blocking=True)
+            self.last, self.made = (there, device), list(found.unbind())
+        return self.made
 
 
 class OrthogonalOptimizer(torch.optim.Optimizer):
@@ -360,10 +377,13 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         ]
 
     def _local_state(self, params: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        return [
-            {name: local(t) for name, t in self.state[p].items() if isinstance(t, Tensor)}
-            for p in params
-        ]
+        found = []
+        for p in params:
+            state = self.state[p]
+            if not all(type(t) is Tensor for t in state.values()):
+                state = {name: local(t) for name, t in state.items() if isinstance(t, Tensor)}
+            found.append(state)
+        return found
 
     def _step_eager(self, built: _Built) -> None:
         hypers = self._hypers()
@@ -399,8 +419,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         params = [local(p) for p in built.matrices]
         others = [p for group in built.elementwise for p in group.params]
         everything = [*built.matrices, *others]
-        present = torch.tensor([self._reduces or p.grad is not None for p in everything])
         device = local(everything[0]).device if everything else torch.device("cpu")
+        present = built.presence.of(
+            [self._reduces or p.grad is not None for p in everything], device
+        )
         hypers = self._hypers()
         names = [tuple(hyper) for hyper in hypers]
         values = _scalar_tensor(hypers, device)
@@ -414,8 +436,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             [local(p) for p in others],
             grads[len(params) :],
             self._local_state(others),
-            # one by one: an index into a tensor would make every parameter's code its own
-            list(present.to(device, non_blocking=True).unbind()),
+            present,
             list(values.unbind()),
             names,
         )
@@ -544,6 +565,8 @@ def _zeros(kind: str, dtype: torch.dtype | None, parameter: Tensor) -> Tensor:
 def _gradient(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
+    if type(gradient) is Tensor and gradient.layout is torch.strided:
+        return gradient
     return local(aligned(gradient, parameter))
 
 
@@ -614,12 +637,29 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
 def _compiler_options(how: bool | dict[str, Any]) -> dict[str, Any]:
     """What ``torch.compile`` is given; by default Inductor keeps the order of the program.
 
-    Its pass for peak memory moves each wait up to its exchange, and then nothing overlaps.
+    Its pass for peak memory moves each wait up to its exchange, and then nothing overlaps. What
+    never changes is not looked at in every step.
     """
     given = dict(how) if isinstance(how, dict) else {}
-    if given.get("backend", "inductor") == "inductor":
+    if given.get("backend", "inductor") != "inductor":
+        if given.get("mode") is None:
+            given["options"] = {"guard_filter_fn": _may_change, **(given.get("options") or {})}
+    else:
         mode = given.pop("mode", None)
         preset = torch._inductor.list_mode_options(mode) if mode else {}
         options = {**preset, **(given.get("options") or {})}
-        given["options"] = {"reorder_for_peak_memory": False, **options}
+        default = {"reorder_for_peak_memory": False, "guard_filter_fn": _may_change}
+        given["options"] = {**default, **options}
     return given
+
+
+# What the compiled step closes over: the plan bound to this process, of frozen values.
+_STATIC = re.compile(r"(program|groups|count)\b(?!.*orthogonalizer)")
+
+
+def _may_change(guards: Sequence[Any]) -> list[bool]:
+    """Of the compiler's guards, those that are not on the plan, which has many values a matrix.
+
+    An orthogonalizer may be a callable with anything around it.
+    """
+    return [_STATIC.match(guard.name) is None for guard in guards]
