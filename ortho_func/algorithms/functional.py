@@ -16,6 +16,7 @@ from ortho_func.algorithms.dion2 import Dion2Rule
 from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.matrixwise import Leaves, matrix_transform
 from ortho_func.algorithms.muon import MuonRule
+from ortho_func.algorithms.nonfinite import check_nonfinite
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
 from ortho_func.algorithms.transform import Hyperparameter, Transform, Tree
@@ -48,6 +49,7 @@ class MatrixOptions(TypedDict, total=False):
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
     variance_dtype: torch.dtype | None
+    nonfinite: str
     flatten: bool | None
     readings: Readings | None
     plan: Plan | None
@@ -120,6 +122,9 @@ def muon(
             float64 for float64. ``momentum_dtype``: dtype of M, None is the parameter's.
             ``variance_dtype``: dtype of V where there is one, None is float32 at least. Sums are
             computed in float32 at least and rounded once.
+            ``nonfinite``: what becomes of a matrix in whose gradient or momentum something is
+            not finite: "propagate", it becomes NaN; "skip", it sits the step out, update (0)
+            and state, on all ranks alike.
             ``flatten``: what parameters of three or more dims are: False, stacks of matrices
             over their leading dims; True, one matrix of dim 0 by all others. ``readings``: a
             `Reading` by name or pattern (``"*.conv"``), or a function of name and tensor.
@@ -354,10 +359,13 @@ def _of_rule(
         "variance_dtype": options.get("variance_dtype"),
     }
     check_state_dtypes(**dtypes)
+    nonfinite = options.get("nonfinite", "propagate")
+    check_nonfinite(nonfinite)
     made = rule(
         adjust_lr_fn=adjust,
         cautious=options.get("cautious", False),
         orthogonalizer=orthogonalizer,
+        nonfinite=nonfinite,
         **dtypes,
         **fixed,
     )
