@@ -109,7 +109,7 @@ SIBLINGS = {
         "nonfinite",
         "normuon",
     },
-    "optim.shell": {"agreement", "options", "reduction"},
+    "optim.shell": {"agreement", "inplace", "options", "reduction"},
     "optim.optimizers": {"shell"},
 }
 

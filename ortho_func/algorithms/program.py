@@ -48,6 +48,9 @@ class Sink(Protocol):
 
     in_place: bool
 
+    def state_changes(self, spots: list[Spot]) -> None:
+        """A rule is about to write the state of these spots itself: only if `in_place`."""
+
     def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         """New state of these spots."""
 
@@ -455,6 +458,8 @@ class _Active:
         masks = self.masks
         at_once = self.rule.nonfinite == "propagate"  # else once it is known what is skipped
         if masks is None and self.sink.in_place and at_once:
+            if self.rule.early:
+                self.sink.state_changes(self.spots())
             return self.rule.emit_(self.grads(), {**old, **extra}, self.hyper, self.frames)
         sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
         if masks is not None:

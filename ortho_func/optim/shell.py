@@ -16,7 +16,7 @@ from torch import Tensor
 from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.legs import Leg, plan_for
 from ortho_func.algorithms.matrixwise import first_state
-from ortho_func.algorithms.program import Program, Spot, bind, matrix_step, one_device
+from ortho_func.algorithms.program import Program, bind, matrix_step, one_device
 from ortho_func.algorithms.rule import state_dtype
 from ortho_func.geometry import (
     aligned,
@@ -31,6 +31,7 @@ from ortho_func.geometry import (
     work_device,
 )
 from ortho_func.optim.agreement import Ranks, agree, facts_about, plain
+from ortho_func.optim.inplace import InPlace, Record
 from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
@@ -52,7 +53,6 @@ from ortho_func.plan import (
     default_bucket_bytes,
     places_of,
 )
-from ortho_func.primitives.scaling import Descent, descend_
 
 __all__ = ["OrthogonalOptimizer"]
 
@@ -61,21 +61,6 @@ _AS_TEXT = ("orthogonalizer", "wire_dtype", "compute_dtype", "momentum_dtype", "
 _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
 # What all ranks must say alike; the scalars may change at any time and are not compared.
 _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALARS)
-
-
-class _InPlace:
-    """Writes results where they belong."""
-
-    in_place = True
-
-    def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
-        torch._foreach_copy_(old, new)
-
-    def put_updates(self, spots: list[Spot], params: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(params, updates)
-
-    def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
-        descend_(params, descent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,8 +333,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             assert built is not None
         if built.traced is not None and not torch.compiler.is_compiling():
             self._step_compiled(built)
+        elif torch.compiler.is_compiling():
+            self._step_eager(built, Record([]))
         else:
-            self._step_eager(built)
+            self._step_recorded(built)
         return loss
 
     def _hypers(self) -> list[dict[str, Any]]:
@@ -365,10 +352,20 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             for p in params
         ]
 
-    def _step_eager(self, built: _Built) -> None:
+    def _step_recorded(self, built: _Built) -> None:
+        """A step; if it fails, its error says what of it is written."""
+        record = Record([] if built.program is None else [p.name for p in built.program.params])
+        try:
+            self._step_eager(built, record)
+        except Exception as error:
+            error.add_note(record.told())
+            raise
+
+    def _step_eager(self, built: _Built, record: Record) -> None:
         hypers = self._hypers()
 
         def elementwise() -> None:
+            record.others = "written in part"
             for group in built.elementwise:
                 for chunk in group.chunks:
                     params = chunk.pick(group.params)
@@ -380,6 +377,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                         self._local_state([p for p, _ in active]),
                         hypers[group.group],
                     )
+            record.others = "written"
 
         if built.program is None:
             elementwise()
@@ -390,7 +388,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             self._gradients(built.matrices),
             self._local_state(built.matrices),
             hypers,
-            _InPlace(),
+            record,
             meanwhile=elementwise,
         )
 
@@ -601,7 +599,7 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             elementwise()
             return
         matrix_step(
-            program, params, grads, state, hypers, _InPlace(),
+            program, params, grads, state, hypers, InPlace(),
             present=present, meanwhile=elementwise,
         )  # fmt: skip
 
