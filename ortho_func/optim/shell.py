@@ -241,6 +241,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         missing = torch.zeros_like if self._reduces else lambda _: None
         return [missing(local(p)) if p.grad is None else _gradient(p) for p in params]
 
+    def _moves(self, parameter: Tensor) -> bool:
+        """Whether a step changes it: another replica may have the gradient that is missing here."""
+        return parameter.grad is not None or (self._reduces and parameter.requires_grad)
+
     def _hops(self) -> Hops:
         asked: Hops = self._settings.get("hops", "auto")  # not there in an older pickle
         return asked
@@ -369,11 +373,14 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             for group in built.elementwise:
                 for chunk in group.chunks:
                     params = chunk.pick(group.params)
-                    found = zip(params, self._gradients(params), strict=True)
-                    active = [(p, g) for p, g in found if g is not None]
+                    found = self._gradients(params)
+                    if chunk.over > 1:  # then none is missing
+                        found = [*chunk.average([g for g in found if g is not None])]
+                    pairs = zip(params, found, strict=True)
+                    active = [(p, g) for p, g in pairs if g is not None and self._moves(p)]
                     group.rule.step_(
                         [local(p) for p, _ in active],
-                        chunk.average([g for _, g in active]),
+                        [g for _, g in active],
                         self._local_state([p for p, _ in active]),
                         hypers[group.group],
                     )
@@ -385,7 +392,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         matrix_step(
             built.program,
             [local(p) for p in built.matrices],
-            self._gradients(built.matrices),
+            [
+                g if self._moves(p) else None
+                for p, g in zip(built.matrices, self._gradients(built.matrices), strict=True)
+            ],
             self._local_state(built.matrices),
             hypers,
             record,
@@ -397,7 +407,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         params = [local(p) for p in built.matrices]
         others = [p for group in built.elementwise for p in group.params]
         everything = [*built.matrices, *others]
-        present = torch.tensor([self._reduces or p.grad is not None for p in everything])
+        present = torch.tensor([self._moves(p) for p in everything])
         device = local(everything[0]).device if everything else torch.device("cpu")
         hypers = self._hypers()
         names = [tuple(hyper) for hyper in hypers]
