@@ -19,7 +19,14 @@ from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.nonfinite import check_nonfinite
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
-from ortho_func.algorithms.transform import Hyperparameter, Transform, Tree
+from ortho_func.algorithms.transform import (
+    Hyperparameter,
+    Transform,
+    Tree,
+    check_epsilon,
+    check_flags,
+    check_fractions,
+)
 from ortho_func.plan import Plan
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
@@ -326,15 +333,13 @@ def dion(
     for name in ("orthogonalizer", "ns_steps", "compute_dtype"):
         if name in options:
             raise TypeError(f"dion takes no {name}: its update is orthonormal by a QR.")
-    if not 0 < rank_fraction <= 1:
-        raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}.")
+    check_fractions(rank_fraction=rank_fraction)
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     return _of_rule(DionRule, DionState, hyper, options, rank_fraction=float(rank_fraction))
 
 
 def _selection(fraction: float, selection: str) -> dict[str, Any]:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie in (0, 1], got {fraction}.")
+    check_fractions(fraction=fraction)
     if selection not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {selection!r}.")
     return {"fraction": float(fraction), "selection": selection}
@@ -347,6 +352,8 @@ def _of_rule(
     options: MatrixOptions,
     **fixed: Any,
 ) -> Transform:
+    check_flags(nesterov=fixed.get("nesterov", False), cautious=options.get("cautious", False))
+    check_epsilon(fixed.get("eps", 0.0))
     orthogonalizer = get_orthogonalizer(
         options.get("orthogonalizer", "auto"),
         steps=options.get("ns_steps"),

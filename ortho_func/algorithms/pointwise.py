@@ -18,6 +18,8 @@ from ortho_func.algorithms.transform import (
     Hyperparameter,
     Transform,
     Tree,
+    check_epsilon,
+    check_flags,
     checked,
     first_step,
     needed,
@@ -95,7 +97,9 @@ def adamw(
     """
     pair = _betas(betas)
     check_state_dtypes(momentum_dtype, variance_dtype)
+    check_epsilon(eps)
     check_nonfinite(nonfinite)
+    check_flags(cautious=cautious)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -155,6 +159,7 @@ def lion(
     pair = _betas(betas)
     check_state_dtypes(momentum_dtype, None)
     check_nonfinite(nonfinite)
+    check_flags(cautious=cautious)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -171,7 +176,12 @@ def lion(
 
 
 def _betas(betas: Sequence[float]) -> tuple[float, float]:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {betas!r}.")
+    for beta in betas:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+            raise TypeError(f"betas must be two numbers, got {betas!r}.")
+    if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}.")
     return float(betas[0]), float(betas[1])
 
