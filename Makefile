@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # One thread a rank: two ranks fill two cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo sweep test fuzz lint bench tables docs clean
+.PHONY: venv demo sweep test fuzz soak lint bench tables docs clean
 
 venv: $(INSTALLED)
 
@@ -31,6 +31,10 @@ test: venv
 # Random models on random meshes against one process, and random plans; about a quarter of an hour.
 fuzz: venv
 	$(BIN)/python tests/fuzz.py 500 --plans 20000 $(ARGS)
+
+# Thousands of parameters and steps, and long training; about half an hour. ARGS='curves' is a part.
+soak: venv
+	$(BIN)/python tests/soak.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

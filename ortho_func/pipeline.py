@@ -60,6 +60,29 @@ def run(
         meanwhile: work without matrices, done while the first exchange is under way.
     """
     trips = [_Trip(route, way) for route, way in zip(routes, ways, strict=True)]
+    if torch.compiler.is_compiling():
+        _drive(trips, emit, whole, together, absorb, meanwhile)
+        return
+    try:
+        _drive(trips, emit, whole, together, absorb, meanwhile)
+    except torch.OutOfMemoryError as error:
+        busy = [trip for trip in trips if trip.doing]
+        if not busy:  # it was `meanwhile`
+            raise
+        raise type(error)(
+            f"out of memory in bucket {busy[0].route.number}, {busy[0].doing}. A smaller "
+            f"bucket_bytes needs less. {error}"
+        ) from error
+
+
+def _drive(
+    trips: Sequence[_Trip],
+    emit: Emit,
+    whole: Whole,
+    together: Together,
+    absorb: Absorb,
+    meanwhile: Callable[[], None] | None,
+) -> None:
     travelling = [trip for trip in trips if not trip.route.bucket.local]
     if travelling:
         travelling[0].depart(emit)
@@ -87,16 +110,19 @@ class _Trip:
         self.route, self.ways = route, ways
         self.passes = route.bucket.hops == 2  # the second hop is to come
         self.buffer: Tensor | None = None
+        self.doing = ""  # what is not finished, for errors
 
     def depart(self, emit: Emit) -> None:
+        self.doing = "on the way to the owners"
         route = self.route
         buffer = load(route, *emit(route))
         if route.bucket.gathers:
             assert self.ways.near is not None
             buffer = self._begin(buffer, route.send, route.arrive, self.ways.near, "first")
-        self.buffer = buffer
+        self.buffer, self.doing = buffer, ""
 
     def turn(self, whole: Whole, together: Together) -> None:
+        self.doing = "on whole matrices"
         route, buffer = self.route, self.buffer
         assert buffer is not None
         if route.bucket.gathers:
@@ -113,7 +139,7 @@ class _Trip:
         if route.bucket.returns:
             assert self.ways.near is not None
             buffer = self._begin(buffer, route.back, route.home, self.ways.near, "second")
-        self.buffer = buffer
+        self.buffer, self.doing = buffer, ""
 
     def _sum(self, value_nx: Tensor, scale_n: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over the teams of this rank's shares, and their scales."""
@@ -136,6 +162,7 @@ class _Trip:
 
     def pass_on(self) -> None:
         """All that the owners of this replica sent goes to this rank's peers, and theirs comes."""
+        self.doing = "between the two hops home"
         route, buffer = self.route, self.buffer
         assert buffer is not None
         assert self.ways.far is not None
@@ -148,9 +175,10 @@ class _Trip:
             self.ways.far,
             "second hop of the second",
         )
-        self.passes = False
+        self.passes, self.doing = False, ""
 
     def arrive(self, absorb: Absorb) -> None:
+        self.doing = "on the way home"
         route, buffer = self.route, self.buffer
         assert buffer is not None
         if route.bucket.returns:
@@ -161,6 +189,7 @@ class _Trip:
         found = unload(route, buffer, dtype=dtype)
         self.buffer = None
         absorb(route, [main for main, _ in found], [sides for _, sides in found])
+        self.doing = ""
 
     def _begin(
         self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: str, which: str
@@ -169,6 +198,8 @@ class _Trip:
             return all_to_all(x, send, receive, group=group)
         try:
             return all_to_all(x, send, receive, group=group)
+        except torch.OutOfMemoryError:
+            raise  # `run` says where
         except RuntimeError as error:
             raise self._named(error, which) from error
 
@@ -177,6 +208,8 @@ class _Trip:
             return wait(x)
         try:
             return wait(x)
+        except torch.OutOfMemoryError:
+            raise  # `run` says where
         except RuntimeError as error:
             raise self._named(error, which) from error
 
@@ -190,8 +223,8 @@ class _Trip:
         )
 
 
-def shortened(ranks: Sequence[int], most: int = 8) -> str:
-    """The first of many ranks, in words.
+def shortened(ranks: Sequence[object], most: int = 8) -> str:
+    """The first of many ranks or names, in words.
 
     Examples:
         >>> shortened(range(1024), 3)

@@ -18,13 +18,14 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import reference
 import torch
 import torch.distributed as dist
 from layouts import Weights, relative_error
+from test_reduce import replica_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,9 +35,12 @@ import ortho_func
 
 STEPS = 3
 EXTENTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 18)
-# Of the change of a parameter; a bfloat16 one is compared with the library in one process.
+# Of the change of a parameter. What bfloat16 rounds is compared with the library in one process.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 5e-2}
 COMPILED_EVERY = 25  # one case in so many is compiled, at the price of ten others
+# From this seed on, more is drawn: the cases before it stay what they were when they found faults.
+MORE_FROM = 240
+PRECISION = {torch.float64: 2, torch.float32: 1, torch.bfloat16: 0}
 
 NAIVE = {
     "muon": reference.muon,
@@ -77,12 +81,25 @@ class Weight:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters under one algorithm; `hyper` is the reference's, `own` how they are read."""
+    """Parameters under one algorithm; `hyper` is the reference's, `own` how they are read.
+
+    `extra` are options that the reference does not know.
+    """
 
     algorithm: str
     weights: tuple[Weight, ...]
     hyper: Mapping[str, Any]
     own: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def dtype(self, weight: Weight) -> torch.dtype:
+        """The narrowest of what a parameter and its momentum are rounded to."""
+        kept = self.extra.get("momentum_dtype") or weight.dtype
+        return min(weight.dtype, kept, key=PRECISION.__getitem__)
+
+    def by_reference(self, weight: Weight) -> bool:
+        """Whether the naive reference says what is right, or the library in one process."""
+        return self.dtype(weight) != torch.bfloat16 and "nonfinite" not in self.extra
 
 
 @dataclass(frozen=True)
@@ -103,10 +120,16 @@ class Case:
     def values(self, step: int | None = None) -> dict[str, Tensor]:
         """The parameters, or the gradients of a step: whole, rounded once."""
         generator = torch.Generator().manual_seed(1000 * self.seed + (0 if step is None else step))
-        return {
+        found = {
             w.name: torch.randn(w.shape, generator=generator, dtype=torch.float64).to(w.dtype)
             for w in self.weights
         }
+        for group in self.groups if step == 2 else ():
+            for number, w in enumerate(group.weights if "nonfinite" in group.extra else ()):
+                if number % 3 != 2:  # something of it is not finite
+                    where = zlib.crc32(w.name.encode()) % math.prod(w.shape)
+                    found[w.name].view(-1)[where] = math.inf if number % 3 else math.nan
+        return found
 
 
 # Drawing one.
@@ -132,7 +155,44 @@ def draw(seed: int) -> Case:
         "compile": {"backend": "eager"} if seed % COMPILED_EVERY == COMPILED_EVERY - 1 else False,
         "hops": rng.choice(["one", "two"]),
     }
-    return Case(seed, world, realms, tuple(groups), options)
+    case = Case(seed, world, realms, tuple(groups), options)
+    return case if seed < MORE_FROM else _more(random.Random(-seed), case)
+
+
+def _more(rng: random.Random, case: Case) -> Case:
+    """A case with the options drawn that came later."""
+    if rng.random() < 0.3:
+        return _reducing(case)
+    return replace(case, groups=tuple(_with_extra(rng, group) for group in case.groups))
+
+
+def _reducing(case: Case) -> Case:
+    """Gradients that differ by replica and that the optimizer averages; there all are there."""
+    groups = []
+    for group in case.groups:
+        weights = tuple(
+            replace(
+                w,
+                missing=("none",) * STEPS,
+                dtype=torch.float32 if w.dtype == torch.bfloat16 else w.dtype,
+            )
+            for w in group.weights
+        )
+        groups.append(replace(group, weights=weights))
+    options = {**case.options, "reduce_gradients": True}
+    return replace(case, groups=tuple(groups), options=options)
+
+
+def _with_extra(rng: random.Random, group: Group) -> Group:
+    """What the library in one process is asked about; it knows no gradients missing in part."""
+    extra: dict[str, Any] = {}
+    partly = any("some" in w.missing for w in group.weights)
+    dtypes = [None, None, torch.float32] + ([] if partly else [torch.bfloat16])
+    if (chosen := rng.choice(dtypes)) is not None:
+        extra["momentum_dtype"] = chosen
+    if not partly and rng.random() < 0.4:
+        extra["nonfinite"] = "skip"
+    return replace(group, extra=extra)
 
 
 def _realm(rng: random.Random, world: int) -> Realm:
@@ -279,15 +339,29 @@ def train(rank: int, world: int, seed: int) -> dict[str, Held]:
             p.grad = None
             if not weight.frozen and not misses(case, weight, step, here):
                 p.grad = torch.zeros_like(p)
-                shard = _local(p.grad)
-                shard.copy_(gradients[weight.name].flatten()[here].view(shard.shape))
+                shard, whole = _local(p.grad), gradients[weight.name]
+                if "reduce_gradients" in case.options:
+                    whole = of_replica(whole, p, rank, f"{seed} {weight.name} {step}")
+                shard.copy_(whole.flatten()[here].view(shard.shape))
         optimizer.step()
+    if "reduce_gradients" in case.options:
+        optimizer.average_state_()  # type: ignore[attr-defined]
     found = {}
     for name, p in placed.items():
         momentum = optimizer.state[p].get("momentum_buffer")
         kept = None if momentum is None else _local(momentum).flatten().clone()
         found[name] = Held(held[name], _local(p.detach()).flatten().clone(), kept)
     return found
+
+
+def of_replica(whole: Tensor, parameter: Tensor, rank: int, key: str) -> Tensor:
+    """This replica's gradient: they differ, and `whole` is their mean."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None:
+        return whole  # a mesh without this rank
+    number, count = replica_of(parameter, rank)
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    parts = torch.randn((count, *whole.shape), generator=generator, dtype=torch.float64)
+    return whole + (parts - parts.mean(0))[number].to(whole.dtype)
 
 
 def misses(case: Case, weight: Weight, step: int, held: Tensor) -> bool:
@@ -306,7 +380,10 @@ def optimizer_for(
     for group in case.groups:
         there = [(w.name, placed[w.name]) for w in group.weights if w.name in placed]
         if there:
-            hyper = {"orthogonalizer": "svd", "selection": "global", **group.hyper, **group.own}
+            hyper = {
+                "orthogonalizer": "svd", "selection": "global",
+                **group.hyper, **group.own, **group.extra,
+            }  # fmt: skip
             groups.append({"params": there, "algorithm": group.algorithm, **hyper})
     return ortho_func.Muon(groups, process_group=process_group, **{**case.options, **options})
 
@@ -373,10 +450,10 @@ class Right(NamedTuple):
 
 
 def in_one_process(case: Case, found: Sequence[Mapping[str, Held]]) -> dict[str, Right]:
-    """What the naive reference makes of a case, and the library itself of bfloat16 parameters."""
+    """What the naive reference makes of a case, and the library of what is rounded or skipped."""
     right: dict[str, Right] = {}
     for group in case.groups:
-        wide = [w for w in group.weights if w.dtype != torch.bfloat16]
+        wide = [w for w in group.weights if group.by_reference(w)]
         right.update(_by_reference(case, group, wide, found))
     right.update(_by_the_library(case))
     return right
@@ -431,11 +508,11 @@ def _absent(case: Case, weight: Weight, step: int, found: Sequence[Mapping[str, 
 
 def _by_the_library(case: Case) -> dict[str, Right]:
     start = case.values()
-    narrow = [w for w in case.weights if w.dtype == torch.bfloat16]
+    narrow = [w for group in case.groups for w in group.weights if not group.by_reference(w)]
     params = {w.name: nn.Parameter(start[w.name], not w.frozen) for w in narrow}
     if not params:
         return {}
-    optimizer = optimizer_for(case, params, None, compile=False)
+    optimizer = optimizer_for(case, params, None, compile=False, reduce_gradients=False)
     for step in range(STEPS):
         whole = case.values(step + 1)
         for w in narrow:
@@ -454,8 +531,9 @@ def _by_the_library(case: Case) -> dict[str, Right]:
 def difference(case: Case, found: Sequence[Mapping[str, Held]]) -> str | None:
     """The first thing that is not as in one process, in words."""
     right, start = in_one_process(case, found), case.values()
-    for weight in case.weights:
-        name, limit = weight.name, TOLERANCE[weight.dtype]
+    pairs = [(group, w) for group in case.groups for w in group.weights]
+    for group, weight in pairs:
+        name, limit = weight.name, TOLERANCE[group.dtype(weight)]
         seen = torch.zeros(math.prod(weight.shape), dtype=torch.int64)
         change = (right[name].values.double() - start[name].double()).flatten()
         size = float(change.norm())

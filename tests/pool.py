@@ -497,6 +497,10 @@ def _forget(loaded: Iterable[str]) -> None:
         torch._dynamo.reset()
     if "torch.distributed.tensor" in loaded:
         # Its entries hold meshes of destroyed groups, and an equal mesh of the next run hits them.
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        else:  # torch 2.9
+            dispatcher = torch.distributed.tensor.DTensor._op_dispatcher
+            dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

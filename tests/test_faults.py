@@ -5,23 +5,37 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from layouts import by_fully_shard, expected, gather, relative_error, scatter_like, whole_tensors
+from layouts import (
+    WHOLE,
+    by_fully_shard,
+    exact,
+    expected,
+    gather,
+    relative_error,
+    scatter_like,
+    whole_tensors,
+)
 from pool import Failed, Pool, RunError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ortho_func
+from ortho_func import pipeline
+from ortho_func.geometry import local
 
 SHAPES = {"a": (5, 6), "b": (6, 9), "c": (9, 4), "d": (7, 7)}
 HYPER = {"lr": 0.1, "weight_decay": 0.2}
@@ -97,8 +111,6 @@ def test_the_others_fail_and_say_where(
     found = caught.value.outcomes
     assert isinstance(found[1], Failed)
     assert found[1].kind == outcome
-    import re
-
     for rank in (0, 2):
         assert isinstance(found[rank], Failed)
         assert re.search(NAMED, found[rank].message), found[rank]
@@ -109,6 +121,139 @@ def test_a_late_rank_is_waited_for(pool: Any) -> None:
     start = time.monotonic()
     assert max(pool.run(train, be_late, world=3)) < 1e-5
     assert time.monotonic() - start > 3.0
+
+
+# ---------------------------------------------------------------------------------------------
+# Out of memory
+
+PLACES = {
+    "load": "on the way to the owners",
+    "assemble": "on whole matrices",
+    "disassemble": "on whole matrices",
+    "unload": "on the way home",
+}
+
+
+def exhaust(patched: pytest.MonkeyPatch, stage: str, number: int) -> None:
+    """From now on, what a stage of the pipeline needs for one bucket is not to be had."""
+    real = getattr(pipeline, stage)
+
+    def fails(route: Any, *args: Any, **options: Any) -> Any:
+        if route.number == number:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+        return real(route, *args, **options)
+
+    patched.setattr(pipeline, stage, fails)
+
+
+def contents(optimizer: Any, parameters: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """The bits of every parameter's shard, and of its state's."""
+    found: dict[str, list[Tensor]] = {}
+    for name, p in parameters.items():
+        found[f"parameters {name}"] = [local(p).clone()]
+        state = optimizer.state[p].values()
+        found[f"state of {name}"] = [local(t).clone() for t in state if isinstance(t, Tensor)]
+    return found
+
+
+def named(text: str) -> set[str]:
+    """What an error says was written."""
+    told = re.search(r"Written on this rank before the error: (.*)\. Of the matrices", text)
+    assert told is not None, text
+    found = set()
+    for part in told[1].split("; "):
+        kind = re.match("parameters|state of", part)
+        if kind is not None:
+            found |= {f"{kind[0]} {name}" for name in part[kind.end() + 1 :].split(", ")}
+    return found
+
+
+def run_out(rank: int, world: int, algorithm: str, stage: str) -> str:
+    """Rank 1 has no memory for the second step's second bucket; what the step's error says."""
+    tensors, gradients = whole_tensors(SHAPES, 0), whole_tensors(SHAPES, 1)
+    parameters = by_fully_shard(tensors, (world,))
+    bias = nn.Parameter(torch.ones(3))
+    cls, _, options = WHOLE[algorithm]
+    groups = [
+        {"params": list(parameters.items())},
+        {"params": [("bias", bias)], "algorithm": "adamw"},
+    ]
+    optimizer = cls(groups, bucket_bytes=64, **{**options, **HYPER}, **exact(algorithm))
+    for name, p in parameters.items():
+        p.grad = scatter_like(gradients[name], p)
+    bias.grad = torch.ones(3)
+    optimizer.step()
+    before = contents(optimizer, parameters)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            exhaust(patched, stage, 1)
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step()
+    told = "".join(caught.value.__notes__)
+    after = contents(optimizer, parameters)
+    changed = {n for n, old in before.items() if not all(map(torch.equal, old, after[n]))}
+    assert changed == named(told), (changed, told)
+    assert "AdamW and Lion groups are written." in told
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("algorithm", list(WHOLE))
+@pytest.mark.parametrize("stage", list(PLACES))
+def test_out_of_memory_says_what_is_written(algorithm: str, stage: str) -> None:
+    """In one process, in the second of the buckets."""
+    tensors, gradients = whole_tensors(SHAPES, 0), whole_tensors(SHAPES, 1)
+    parameters = {name: nn.Parameter(t) for name, t in tensors.items()}
+    cls, _, options = WHOLE[algorithm]
+    optimizer = cls(list(parameters.items()), bucket_bytes=64, **{**options, **HYPER})
+    for name, p in parameters.items():
+        p.grad = gradients[name]
+    optimizer.step()
+    assert len(optimizer.plan.buckets) > 2
+    before = contents(optimizer, parameters)
+    with pytest.MonkeyPatch.context() as patched:
+        exhaust(patched, stage, 1)
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory in bucket 1, ") as caught:
+            optimizer.step()
+    assert PLACES[stage] in str(caught.value)
+    assert "20.00 GiB" in str(caught.value)
+    after = contents(optimizer, parameters)
+    changed = {name for name, old in before.items() if not all(map(torch.equal, old, after[name]))}
+    told = "".join(caught.value.__notes__)
+    assert changed == named(told), told
+    assert {name for name in before if name.startswith("state")} - changed  # not all of it is
+    optimizer.step()  # memory has been found: nothing is left half done in the optimizer itself
+
+
+@pytest.mark.parametrize(("algorithm", "stage"), [("muon", "assemble"), ("dion", "load")])
+def test_out_of_memory_on_one_rank(pool: Any, algorithm: str, stage: str) -> None:
+    """All errors say what is written on their rank; the others' where they waited in vain."""
+    found = pool.run(run_out, algorithm, stage, world=3)
+    assert found[1].startswith(
+        f"OutOfMemoryError: out of memory in bucket 1, {PLACES[stage]}. A smaller bucket_bytes"
+    )
+    for rank in (0, 2):
+        assert re.search(NAMED, found[rank]), found[rank]
+
+
+def test_a_function_out_of_memory_has_written_nothing() -> None:
+    calls = 0
+
+    def orthogonalize(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+        return polar(x)
+
+    tensors, gradients = whole_tensors(SHAPES, 0), whole_tensors(SHAPES, 1)
+    tx = ortho_func.muon(orthogonalizer=orthogonalize)
+    state = tx.init(tensors)
+    copies = [t.clone() for tree in (tensors, state.momentum_buffer) for t in tree.values()]
+    with pytest.raises(torch.OutOfMemoryError):
+        tx.update(gradients, state, tensors)
+    now = [t for tree in (tensors, state.momentum_buffer) for t in tree.values()]
+    assert all(map(torch.equal, copies, now))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -10,8 +10,27 @@ import reference
 import torch
 
 # Among them the seeds that found faults.
-SEEDS = [*range(8), 9, 12, 15, 29, 36, 40, 44, 57, 63, 80, 95, 110, 120, 130, 144, 150, 160, 170,
-         182, 190, 210, 230]  # fmt: skip
+SEEDS = [*range(8), 9, 12, 15, 29, 36, 40, 44, 57, 63, 80, 95, 110, 120, 130, 144, 150,
+         # options that came later
+         242, 244, 247, 255, 271, 273]  # fmt: skip
+
+
+EVERY: dict[str, set[Any]] = {
+    "hops": {"one", "two"},
+    "balance": {"cost", "uniform"},
+    "wire": {"auto", "dense", "exact"},
+    "wire_dtype": {torch.float32, torch.float64},
+    "reduce_gradients": {None, True},
+}
+EVERY_GROUP: dict[str, set[Any]] = {
+    "nonfinite": {None, "skip"},
+    "momentum_dtype": {None, torch.float32, torch.bfloat16},
+    "nesterov": {None, True, False},
+    "cautious": {True, False},
+    "weight_decay": {0.0, 0.2},
+    "flatten": {None, True, False},
+    "num_heads": {None, 2, 3, 6},
+}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -34,7 +53,13 @@ def test_seeds_draw_all_there_is() -> None:
     assert {weight.frozen for weight in weights} == {False, True}
     assert max(len(case.weights) for case in cases) == 30
     assert any(case.options["compile"] for case in cases)
-    assert {case.options["hops"] for case in cases} == {"one", "two"}
+    for name, values in EVERY.items():
+        assert {case.options.get(name) for case in cases} == values, name
+    for name, values in EVERY_GROUP.items():
+        found = {{**g.hyper, **g.own, **g.extra}.get(name) for case in cases for g in case.groups}
+        assert found >= values, name
+    divided = {w.shape[0] % case.world == 0 for case in cases for w in case.weights}
+    assert divided == {False, True}
 
 
 def test_a_wrong_step_is_noticed(pool: Any, monkeypatch: Any) -> None:

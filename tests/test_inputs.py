@@ -13,6 +13,7 @@ import pytest
 import torch
 from layouts import WHOLE, by_fully_shard, gather, relative_error, scatter_like
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ortho_func
 from ortho_func import Muon
@@ -240,3 +241,89 @@ def test_parameters_of_no_elements_as_functions(algorithm: str) -> None:
     )
     assert updates["none"].shape == (0, 4)
     assert bool((updates["w"] != 0).any())
+
+
+# What the functional form says at construction; `every` runs the optimizers' own tables above.
+WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *[
+        (algorithm, {name: value}, kind, name)
+        for algorithm in (*WHOLE, "adamw", "lion")
+        for name, value, kind in [
+            ("lr", math.nan, ValueError),
+            ("lr", math.inf, ValueError),
+            ("lr", -1.0, ValueError),
+            ("lr", True, TypeError),
+            ("lr", "0.1", TypeError),
+            ("weight_decay", -0.1, ValueError),
+            ("weight_decay", None, TypeError),
+            ("cautious", 1, TypeError),
+            ("nonfinite", True, ValueError),
+            ("momentum_dtype", "fp32", ValueError),
+        ]
+    ],
+    *[
+        (algorithm, {name: value}, kind, name)
+        for algorithm in WHOLE
+        for name, value, kind in [
+            ("momentum", 1.0, ValueError),
+            ("momentum", math.nan, ValueError),
+            ("momentum", False, TypeError),
+            ("adjust_lr_fn", "rms", ValueError),
+        ]
+    ],
+    ("muon", {"nesterov": 1}, TypeError, "nesterov"),
+    ("muon", {"ns_steps": 0}, ValueError, "steps"),
+    ("normuon", {"nesterov": "yes"}, TypeError, "nesterov"),
+    ("normuon", {"beta2": 1.0}, ValueError, "beta2"),
+    ("normuon", {"eps": -1e-8}, ValueError, "eps"),
+    ("dion3", {"eps": math.nan}, ValueError, "eps"),
+    ("dion2", {"fraction": True}, TypeError, "fraction"),
+    ("dion2", {"fraction": "0.5"}, TypeError, "fraction"),
+    ("dion2", {"fraction": 0.0}, ValueError, "fraction"),
+    ("dion3", {"fraction": math.nan}, ValueError, "fraction"),
+    ("dion3", {"selection": "all"}, ValueError, "selection"),
+    ("dion", {"rank_fraction": 1.5}, ValueError, "rank_fraction"),
+    ("dion", {"rank_fraction": None}, TypeError, "rank_fraction"),
+    ("adamw", {"eps": -1.0}, ValueError, "eps"),
+    ("adamw", {"betas": 0.9}, TypeError, "betas"),
+    ("adamw", {"betas": (0.9, True)}, TypeError, "betas"),
+    ("adamw", {"betas": (0.9, math.nan)}, ValueError, "betas"),
+    ("lion", {"betas": (0.9, 1.0)}, ValueError, "betas"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options", "kind", "named"), WRONG)
+def test_functions_of_wrong_settings(
+    algorithm: str, options: dict[str, Any], kind: type[Exception], named: str
+) -> None:
+    with pytest.raises(kind, match=named):
+        getattr(ortho_func, algorithm)(**options)
+
+
+LEAVES = {
+    "no dim": torch.tensor(1.0),
+    "one dim": torch.ones(3),
+    "integers": torch.ones(2, 2, dtype=torch.int64),
+    "complex": torch.ones(2, 2, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("kind", list(LEAVES))
+@every
+def test_functions_of_what_is_no_matrix(algorithm: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="w"):
+        getattr(ortho_func, algorithm)().init({"w": LEAVES[kind]})
+
+
+@every
+def test_a_parameter_of_tensors_within(algorithm: str) -> None:
+    """A wrapper subclass: all that touches it is dispatched, none reads its storage."""
+    cls = WHOLE[algorithm][0]
+    first, gradient = torch.randn(4, 6), torch.randn(4, 6)
+    inner = nn.Parameter(TwoTensor(first.clone(), first.clone()))
+    plain = nn.Parameter(first.clone())
+    inner.grad, plain.grad = TwoTensor(gradient.clone(), gradient.clone()), gradient.clone()
+    for p in (inner, plain):
+        cls([p], lr=0.1).step()
+    for part in (inner.a, inner.b):
+        assert relative_error(part.detach(), plain.detach()) < 1e-6

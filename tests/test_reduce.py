@@ -265,6 +265,40 @@ def test_a_missing_gradient_counts_as_zero(pool: Any) -> None:
     assert all(pool.run(missing_everywhere, world=3))
 
 
+def frozen_ones(rank: int, world: int, compiled: bool) -> list[bool]:
+    """Whether frozen parameters kept their bits; the others moved, and are equal everywhere."""
+    torch.manual_seed(1)
+    ways = {"muon": (6, 4), "dion": (4, 6), "adamw": (3,), "lion": (2, 2)}
+    groups, frozen, trained = [], [], []
+    for algorithm, shape in ways.items():
+        pair = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
+        frozen.append(pair[0].requires_grad_(False))
+        trained.append(pair[1])
+        groups.append({"params": pair, "algorithm": algorithm})
+    optimizer = ortho_func.Muon(
+        groups, lr=0.1, weight_decay=0.2, reduce_gradients=True, process_group=dist.group.WORLD,
+        compile={"backend": "eager"} if compiled else False,
+    )  # fmt: skip
+    before = [p.detach().clone() for p in (*frozen, *trained)]
+    for _ in range(2):
+        for p in trained:
+            p.grad = torch.randn_like(p) if rank == 0 else None
+        optimizer.step()
+    kept = [torch.equal(p, old) for p, old in zip(frozen, before, strict=False)]
+    for p, old in zip(trained, before[len(frozen) :], strict=True):
+        copies = [torch.empty_like(p) for _ in range(world)]
+        dist.all_gather(copies, p.detach())
+        kept.append(not torch.equal(p, old) and torch.equal(copies[0], copies[1]))
+    return kept
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_frozen_stays(pool: Any, compiled: bool) -> None:
+    """It has no gradient on any replica: there is no zero to decay by."""
+    for kept in pool.run(frozen_ones, compiled, world=2, timeout=120):
+        assert all(kept), kept
+
+
 def wrong_type(rank: int, world: int) -> str:
     with pytest.raises(TypeError) as found:
         ortho_func.Muon(Weights({"w": torch.ones(2, 2)}).parameters(), reduce_gradients="yes")

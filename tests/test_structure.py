@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,15 +95,23 @@ SIBLINGS = {
     "primitives.scaling": {"foreach", "momentum"},
     "algorithms.normuon": {"muon"},
     "algorithms.dion3": {"dion2"},
-    "algorithms.elementwise": {"adamw", "lion"},
-    "algorithms.pointwise": {"adamw", "lion"},
+    "algorithms.elementwise": {"adamw", "lion", "nonfinite"},
+    "algorithms.pointwise": {"adamw", "lion", "nonfinite"},
     "algorithms.program": {"legs", "nonfinite"},
     "algorithms.legs": {"teams"},
-    "algorithms.local": {"legs"},
+    "algorithms.local": {"legs", "nonfinite"},
     "algorithms.distributed": {"legs", "program"},
     "algorithms.matrixwise": {"distributed", "local", "program"},
-    "algorithms.functional": {"dion", "dion2", "dion3", "matrixwise", "muon", "normuon"},
-    "optim.shell": {"agreement", "options", "reduction"},
+    "algorithms.functional": {
+        "dion",
+        "dion2",
+        "dion3",
+        "matrixwise",
+        "muon",
+        "nonfinite",
+        "normuon",
+    },
+    "optim.shell": {"agreement", "inplace", "options", "reduction"},
     "optim.optimizers": {"shell"},
 }
 
@@ -239,3 +249,25 @@ def test_import_brings_no_dtensor_along() -> None:
     """``torch.distributed.tensor`` takes longer to import than all of the library."""
     code = "import sys, ortho_func; assert 'torch.distributed.tensor' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("folder", ["ortho_func", "examples", "benchmarks"])
+def test_nothing_is_unpickled(folder: str) -> None:
+    """A file that is loaded runs no code: `torch.load` says weights_only, and is all there is."""
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names]
+                assert not {"pickle", "dill", "joblib", "shelve", "marshal"} & {
+                    *names, getattr(node, "module", None),
+                }, path  # fmt: skip
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                said = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert said.get("weights_only") == "True", path
+
+
+def test_dependencies_are_two() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert [re.split("[<>=]", one)[0] for one in project["dependencies"]] == ["torch", "einops"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (PACKAGE.parent / "LICENSE").is_file()

@@ -72,10 +72,10 @@ class DionRule(_Dion):
     def then(self) -> MatrixRule:
         """The second trip."""
         return _SecondTrip(
-            self.adjust_lr_fn,
-            self.cautious,
-            self.orthogonalizer,
-            self.rank_fraction,
+            adjust_lr_fn=self.adjust_lr_fn,
+            cautious=self.cautious,
+            orthogonalizer=self.orthogonalizer,
+            rank_fraction=self.rank_fraction,
             nonfinite=self.nonfinite,
             momentum_dtype=self.momentum_dtype,
             variance_dtype=self.variance_dtype,

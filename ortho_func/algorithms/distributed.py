@@ -69,6 +69,9 @@ class _Collected:
         self.updates: dict[int, dict[Spot, Tensor]] = defaultdict(dict)
         self.states: dict[tuple[int, str], dict[Spot, Tensor]] = defaultdict(dict)
 
+    def state_changes(self, spots: list[Spot]) -> None:
+        raise AssertionError("state is collected, not written")
+
     def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         for spot, before, after in zip(spots, old, new, strict=True):
             self.states[spot.param, name][spot] = after.reshape(before.shape).to(before.dtype)

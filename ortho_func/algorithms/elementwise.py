@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ortho_func.algorithms.adamw import adamw_
 from ortho_func.algorithms.lion import lion_step
+from ortho_func.algorithms.nonfinite import finite_elements
 from ortho_func.algorithms.rule import Hyper
 
 __all__ = ["AdamWRule", "ElementRule", "LionRule"]
@@ -23,7 +24,8 @@ class ElementRule:
     """The static part of an element-wise algorithm.
 
     `state` says of what shape each state tensor is: "param", or "scalar" in fp32; the two dtypes
-    are those of averages of gradients and of their squares, None that of the parameter.
+    are those of averages of gradients and of their squares, None that of the parameter. With
+    `nonfinite="skip"` an element that would not be finite, or its state, stays as it was.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -31,15 +33,25 @@ class ElementRule:
     cautious: bool = False
     momentum_dtype: torch.dtype | None = None
     variance_dtype: torch.dtype | None = None
+    nonfinite: str = "propagate"
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]]
+
+    def write_(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
+    ) -> None:
+        """The algorithm's step, written in place."""
+        raise NotImplementedError
 
     def step_(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
     ) -> None:
         """One step, written in place."""
-        raise NotImplementedError
+        if self.nonfinite == "skip":
+            self._chosen_step_(params, grads, state, hyper, None)
+        else:
+            self.write_(params, grads, state, hyper)
 
     def masked_step_(
         self,
@@ -50,21 +62,46 @@ class ElementRule:
         present: Sequence[Tensor],
     ) -> None:
         """One step, written in place where `present`, a 0-d bool a parameter, is true."""
+        self._chosen_step_(params, grads, state, hyper, present)
+
+    def _chosen_step_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: States,
+        hyper: Hyper,
+        present: Sequence[Tensor] | None,
+    ) -> None:
+        """One step on copies, of which only what is to change is written."""
         if not params:
             return
         kept = [{name: tensor.clone() for name, tensor in one.items()} for one in state]
         moved = [p.clone() for p in params]
-        self.step_(moved, grads, kept, hyper)
-        self._put(params, moved, present)
-        for name in self.state:
-            self._put([one[name] for one in state], [one[name] for one in kept], present)
+        self.write_(moved, grads, kept, hyper)
+        masks: list[Tensor | None] = [None] * len(params) if present is None else [*present]
+        counted, elements = masks, masks
+        if self.nonfinite == "skip":
+            finite = [self._finite(p, one) for p, one in zip(moved, kept, strict=True)]
+            elements = [
+                one if mask is None else mask & one for mask, one in zip(masks, finite, strict=True)
+            ]
+        _put_(params, moved, elements)
+        for name, kind in self.state.items():
+            chosen = counted if kind == "scalar" else elements
+            _put_([one[name] for one in state], [one[name] for one in kept], chosen)
 
-    def _put(self, old: Sequence[Tensor], new: Sequence[Tensor], present: Sequence[Tensor]) -> None:
-        chosen = [
-            torch.where(present[n], after, before)
-            for n, (before, after) in enumerate(zip(old, new, strict=True))
-        ]
-        torch._foreach_copy_(list(old), chosen)
+    def _finite(self, moved: Tensor, state: dict[str, Tensor]) -> Tensor:
+        found = [state[name] for name, kind in self.state.items() if kind == "param"]
+        return finite_elements([moved, *found])
+
+
+def _put_(old: Sequence[Tensor], new: Sequence[Tensor], masks: Sequence[Tensor | None]) -> None:
+    """Write the new values; where there is a mask, those where it is true."""
+    chosen = [
+        after if mask is None else torch.where(mask, after, before)
+        for before, after, mask in zip(old, new, masks, strict=True)
+    ]
+    torch._foreach_copy_(list(old), chosen)
 
 
 @dataclass(frozen=True)
@@ -76,7 +113,7 @@ class AdamWRule(ElementRule):
         "step": "scalar", "exp_avg": "param", "exp_avg_sq": "param",
     }  # fmt: skip
 
-    def step_(
+    def write_(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
     ) -> None:
         """One step in place."""
@@ -101,7 +138,7 @@ class LionRule(ElementRule):
     name: ClassVar[str] = "lion"
     state: ClassVar[dict[str, str]] = {"momentum_buffer": "param"}
 
-    def step_(
+    def write_(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
     ) -> None:
         """One step in place."""

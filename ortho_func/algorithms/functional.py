@@ -16,9 +16,17 @@ from ortho_func.algorithms.dion2 import Dion2Rule
 from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.matrixwise import Leaves, matrix_transform
 from ortho_func.algorithms.muon import MuonRule
+from ortho_func.algorithms.nonfinite import check_nonfinite
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
-from ortho_func.algorithms.transform import Hyperparameter, Transform, Tree
+from ortho_func.algorithms.transform import (
+    Hyperparameter,
+    Transform,
+    Tree,
+    check_epsilon,
+    check_flags,
+    check_fractions,
+)
 from ortho_func.plan import Plan
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
@@ -48,6 +56,7 @@ class MatrixOptions(TypedDict, total=False):
     compute_dtype: torch.dtype | None
     momentum_dtype: torch.dtype | None
     variance_dtype: torch.dtype | None
+    nonfinite: str
     flatten: bool | None
     readings: Readings | None
     plan: Plan | None
@@ -120,6 +129,9 @@ def muon(
             float64 for float64. ``momentum_dtype``: dtype of M, None is the parameter's.
             ``variance_dtype``: dtype of V where there is one, None is float32 at least. Sums are
             computed in float32 at least and rounded once.
+            ``nonfinite``: what becomes of a matrix in whose gradient or momentum something is
+            not finite: "propagate", it becomes NaN; "skip", it sits the step out, update (0)
+            and state, on all ranks alike.
             ``flatten``: what parameters of three or more dims are: False, stacks of matrices
             over their leading dims; True, one matrix of dim 0 by all others. ``readings``: a
             `Reading` by name or pattern (``"*.conv"``), or a function of name and tensor.
@@ -321,15 +333,13 @@ def dion(
     for name in ("orthogonalizer", "ns_steps", "compute_dtype"):
         if name in options:
             raise TypeError(f"dion takes no {name}: its update is orthonormal by a QR.")
-    if not 0 < rank_fraction <= 1:
-        raise ValueError(f"rank_fraction must lie in (0, 1], got {rank_fraction}.")
+    check_fractions(rank_fraction=rank_fraction)
     hyper = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     return _of_rule(DionRule, DionState, hyper, options, rank_fraction=float(rank_fraction))
 
 
 def _selection(fraction: float, selection: str) -> dict[str, Any]:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must lie in (0, 1], got {fraction}.")
+    check_fractions(fraction=fraction)
     if selection not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {selection!r}.")
     return {"fraction": float(fraction), "selection": selection}
@@ -342,6 +352,8 @@ def _of_rule(
     options: MatrixOptions,
     **fixed: Any,
 ) -> Transform:
+    check_flags(nesterov=fixed.get("nesterov", False), cautious=options.get("cautious", False))
+    check_epsilon(fixed.get("eps", 0.0))
     orthogonalizer = get_orthogonalizer(
         options.get("orthogonalizer", "auto"),
         steps=options.get("ns_steps"),
@@ -354,10 +366,13 @@ def _of_rule(
         "variance_dtype": options.get("variance_dtype"),
     }
     check_state_dtypes(**dtypes)
+    nonfinite = options.get("nonfinite", "propagate")
+    check_nonfinite(nonfinite)
     made = rule(
         adjust_lr_fn=adjust,
         cautious=options.get("cautious", False),
         orthogonalizer=orthogonalizer,
+        nonfinite=nonfinite,
         **dtypes,
         **fixed,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.legs import Subject
+from ortho_func.algorithms.nonfinite import finite_or_nan, finite_step
 from ortho_func.algorithms.rule import Frame, Hyper, MatrixRule
 from ortho_func.factors import Part, held
 from ortho_func.geometry import Reading, replicated_layout
@@ -57,9 +58,12 @@ def local_step(
         results, sides = [main for main, _ in found], [side for _, side in found]
         views = _views(params, subjects, frames)
         step, absorbed = trip.absorb(views, results, sides, sent, hyper, frames)
+        new_state = {**sent.state, **absorbed}
+        if rule.nonfinite == "skip" and trip.then is None:
+            step, new_state = finite_step(step, new_state, views, results, frames, old)
         updates = step.updates(views) if isinstance(step, Descent) else step
         passed = list(updates)
-        written |= {**sent.state, **absorbed}
+        written |= new_state
         trip = trip.then
     moved = _by_param(updates, subjects, frames, [torch.zeros_like(x) for x in params])
     new = {name: [one[name] for one in state] for name in rule.state}
@@ -166,7 +170,13 @@ def _whole(
         matrices += shard.reshape(frame.sent).split(frame.blocks, dim=-2)
         cut = [side.split(_extents(frame, n), dim=-1) for n, side in enumerate(found)]
         block_sides += zip(*cut, strict=True) if cut else [()] * len(frame.blocks)
-    done = iter(in_batches(lambda x, s: rule.whole(x, s, hyper), matrices, block_sides))
+
+    def whole(x: Tensor, sides: tuple[Tensor, ...]) -> Sided:
+        if rule.nonfinite == "skip":
+            return finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
+        return rule.whole(x, sides, hyper)
+
+    done = iter(in_batches(whole, matrices, block_sides))
     return [_joined([next(done) for _ in frame.blocks]) for frame in frames]
 
 

@@ -28,6 +28,7 @@ class MuonRule(MatrixRule):
 
     name: ClassVar[str] = "muon"
     team_sums: ClassVar[int | None] = 0
+    early: ClassVar[bool] = True
 
     def emit(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]

@@ -1,7 +1,8 @@
-"""Leaving out the matrices of a step in which something is not finite.
+"""Leaving out what of a step is not finite: whole matrices, or elements of what is no matrix.
 
 The owner sees a matrix whole: if anything in it is not finite, what it sends back is NaN all over,
 and so every rank that holds a part of it learns so, from the exchange that there is anyway.
+Element-wise algorithms exchange nothing, and there each element is on its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["finite_or_nan", "skipped_rows", "without"]
+from ortho_func.algorithms.rule import Frame, State, Step
+from ortho_func.primitives.scaling import Descent
+
+__all__ = [
+    "check_nonfinite",
+    "finite_elements",
+    "finite_or_nan",
+    "finite_step",
+    "skipped_rows",
+    "without",
+]
 
 Sided = tuple[Tensor, tuple[Tensor, ...]]
+
+
+def check_nonfinite(value: object) -> None:
+    """Raise `ValueError` for what is no value of the option."""
+    if value not in ("propagate", "skip"):
+        raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {value!r}.")
+
+
+def finite_elements(tensors: Sequence[Tensor]) -> Tensor:
+    """Where tensors of one shape are all finite.
+
+    Examples:
+        >>> finite_elements([torch.tensor([1.0, torch.inf]), torch.tensor([0.0, 0.0])])
+        tensor([ True, False])
+    """
+    first, *rest = (tensor.isfinite() for tensor in tensors)
+    for one in rest:
+        first = first & one
+    return first
 
 
 def finite_or_nan(function: Callable[[Tensor], Sided], x: Tensor) -> Sided:
@@ -29,6 +59,34 @@ def finite_or_nan(function: Callable[[Tensor], Sided], x: Tensor) -> Sided:
     main, sides = function(torch.where(bad[:, None, None], 0, x))
     told = tuple(torch.where(bad[:, None], torch.nan, side) for side in sides)
     return torch.where(bad[:, None, None], torch.nan, main), told
+
+
+def finite_step(
+    step: Step,
+    new: State,
+    params: Sequence[Tensor],
+    results: Sequence[Tensor],
+    frames: Sequence[Frame],
+    old: State,
+) -> tuple[list[Tensor], State]:
+    """A rule's step and new state, but nothing and the old state where results came home as NaN.
+
+    Args:
+        step: what `absorb` returned; of a rule of two trips, that of the second.
+        new: all state that the step changes, by name.
+        params: shards, or the parts of them that the step is about.
+        results: what came home for each.
+        frames: how the rule sees each.
+        old: the state before the step.
+    """
+    skipped = [
+        skipped_rows(result, frame.shape, frame.held is not None)
+        for result, frame in zip(results, frames, strict=True)
+    ]
+    updates = step.updates(list(params)) if isinstance(step, Descent) else step
+    nothing = [torch.zeros_like(update) for update in updates]
+    state = {name: without(skipped, values, old[name]) for name, values in new.items()}
+    return without(skipped, updates, nothing), state
 
 
 def skipped_rows(result: Tensor, shape: tuple[int, int, int], factor: bool) -> Tensor:

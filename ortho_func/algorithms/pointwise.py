@@ -12,11 +12,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortho_func.algorithms.adamw import adamw_step
 from ortho_func.algorithms.lion import lion_step
+from ortho_func.algorithms.nonfinite import check_nonfinite, finite_elements
 from ortho_func.algorithms.rule import check_state_dtypes
 from ortho_func.algorithms.transform import (
     Hyperparameter,
     Transform,
     Tree,
+    check_epsilon,
+    check_flags,
     checked,
     first_step,
     needed,
@@ -59,6 +62,7 @@ def adamw(
     cautious: bool = False,
     momentum_dtype: torch.dtype | None = None,
     variance_dtype: torch.dtype | None = None,
+    nonfinite: str = "propagate",
 ) -> Transform:
     """AdamW as a transform, for what is no matrix; the steps of ``torch.optim.AdamW``.
 
@@ -73,6 +77,8 @@ def adamw(
         cautious: decay only where update and parameter agree in sign.
         momentum_dtype: dtype of m, None is the parameter's; computed in fp32 at least.
         variance_dtype: dtype of v, likewise.
+        nonfinite: "propagate", or "skip": an element that would not be finite, or m or v of it,
+            stays as it was, update 0. The number of steps t counts on.
 
     Returns:
         A `Transform`; its state is an `AdamWState`. Leaves of any shape, DTensors included,
@@ -91,6 +97,9 @@ def adamw(
     """
     pair = _betas(betas)
     check_state_dtypes(momentum_dtype, variance_dtype)
+    check_epsilon(eps)
+    check_nonfinite(nonfinite)
+    check_flags(cautious=cautious)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -105,9 +114,9 @@ def adamw(
         return updates, [counts, averages, squares]
 
     hyper = checked({"lr": lr, "weight_decay": weight_decay})
-    return _elementwise_transform(
-        AdamWState, [_count, _like(momentum_dtype), _like(variance_dtype)], step, hyper
-    )
+    firsts = [_count, _like(momentum_dtype), _like(variance_dtype)]
+    chosen = step if nonfinite == "propagate" else _finite(step, counts=1)
+    return _elementwise_transform(AdamWState, firsts, chosen, hyper)
 
 
 def lion(
@@ -117,6 +126,7 @@ def lion(
     betas: tuple[float, float] = (0.9, 0.99),
     cautious: bool = False,
     momentum_dtype: torch.dtype | None = None,
+    nonfinite: str = "propagate",
 ) -> Transform:
     """Lion, the sign of an interpolated momentum, as a transform.
 
@@ -128,6 +138,8 @@ def lion(
         betas: β₁ and β₂.
         cautious: decay only where update and parameter agree in sign.
         momentum_dtype: dtype of M, None is the parameter's; computed in fp32 at least.
+        nonfinite: "propagate", or "skip": an element that would not be finite, or M of it, stays
+            as it was, update 0.
 
     Returns:
         A `Transform`; its state is a `LionState`. Leaves of any shape, DTensors included, need
@@ -146,6 +158,8 @@ def lion(
     """
     pair = _betas(betas)
     check_state_dtypes(momentum_dtype, None)
+    check_nonfinite(nonfinite)
+    check_flags(cautious=cautious)
 
     def step(
         params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
@@ -157,13 +171,40 @@ def lion(
         return updates, [momenta]
 
     hyper = checked({"lr": lr, "weight_decay": weight_decay})
-    return _elementwise_transform(LionState, [_like(momentum_dtype)], step, hyper)
+    chosen = step if nonfinite == "propagate" else _finite(step, counts=0)
+    return _elementwise_transform(LionState, [_like(momentum_dtype)], chosen, hyper)
 
 
 def _betas(betas: Sequence[float]) -> tuple[float, float]:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {betas!r}.")
+    for beta in betas:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+            raise TypeError(f"betas must be two numbers, got {betas!r}.")
+    if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}.")
     return float(betas[0]), float(betas[1])
+
+
+def _finite(step: Step, counts: int) -> Step:
+    """The step without the elements that would not be finite.
+
+    The first `counts` state tensors of a parameter are numbers of steps, which go on.
+    """
+
+    def chosen(
+        params: Tensors, grads: Tensors, state: list[Tensors], hyper: dict[str, Scalar]
+    ) -> tuple[Tensors, list[Tensors]]:
+        updates, new = step(params, grads, state, hyper)
+        masks = [finite_elements(one) for one in zip(updates, *new[counts:], strict=True)]
+        kept = [
+            [torch.where(*one) for one in zip(masks, after, before, strict=True)]
+            for after, before in zip(new[counts:], state[counts:], strict=True)
+        ]
+        moved = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
+        return moved, [*new[:counts], *kept]
+
+    return chosen
 
 
 def _elementwise_transform(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ortho_func.algorithms.legs import Leg, Subject
-from ortho_func.algorithms.nonfinite import finite_or_nan, skipped_rows, without
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
+from ortho_func.algorithms.nonfinite import finite_or_nan, finite_step
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
 from ortho_func.factors import held
 from ortho_func.pipeline import Sum, Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
@@ -47,6 +47,9 @@ class Sink(Protocol):
     """
 
     in_place: bool
+
+    def state_changes(self, spots: list[Spot]) -> None:
+        """A rule is about to write the state of these spots itself: only if `in_place`."""
 
     def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
         """New state of these spots."""
@@ -455,6 +458,8 @@ class _Active:
         masks = self.masks
         at_once = self.rule.nonfinite == "propagate"  # else once it is known what is skipped
         if masks is None and self.sink.in_place and at_once:
+            if self.rule.early:
+                self.sink.state_changes(self.spots())
             return self.rule.emit_(self.grads(), {**old, **extra}, self.hyper, self.frames)
         sent = self.rule.emit(self.grads(), {**old, **extra}, self.hyper, self.frames)
         if masks is not None:
@@ -476,7 +481,9 @@ class _Active:
         masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
         if self.rule.nonfinite == "skip" and self.rule.then is None:
-            step, new = self.finite(step, {**sent.state, **new}, old, results)
+            new = {**sent.state, **new}
+            kept = {name: self.state(name) for name in new}
+            step, new = finite_step(step, new, old, results, self.frames, kept)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
             for entry, value in zip(self.entries, step, strict=True):
@@ -489,23 +496,6 @@ class _Active:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
-
-    def finite(
-        self,
-        step: Step,
-        new: dict[str, list[Tensor]],
-        params: list[Tensor],
-        results: list[Tensor],
-    ) -> tuple[Step, dict[str, list[Tensor]]]:
-        """The step and the state without what came home as NaN."""
-        skipped = [
-            skipped_rows(result, frame.shape, frame.held is not None)
-            for result, frame in zip(results, self.frames, strict=True)
-        ]
-        updates = step.updates(params) if isinstance(step, Descent) else step
-        nothing = [torch.zeros_like(update) for update in updates]
-        state = {name: without(skipped, values, self.state(name)) for name, values in new.items()}
-        return without(skipped, updates, nothing), state
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks

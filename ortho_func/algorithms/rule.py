@@ -159,6 +159,7 @@ class MatrixRule:
     # State that is no shard's own: it is written where a gradient is missing too, as elsewhere.
     shared: ClassVar[tuple[str, ...]] = ()
     team_sums: ClassVar[int | None] = None  # of `whole_in_team` beside the iteration's; None: none
+    early: ClassVar[bool] = False  # whether `emit_` writes state
     carried: ClassVar[str] = ""  # under which name of `state` the leg before's results come
     default_adjust: ClassVar[str | None] = None  # what adjust_lr_fn=None means
 

@@ -10,6 +10,7 @@ Nothing is written in place and nothing asks the host for a value, so updates co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ __all__ = [
     "Tree",
     "Update",
     "apply_updates",
+    "check_epsilon",
+    "check_flags",
+    "check_fractions",
     "checked",
     "elementwise",
     "first_step",
@@ -166,9 +170,30 @@ def checked(hyper: Mapping[str, Hyperparameter]) -> Mapping[str, Hyperparameter]
     return hyper
 
 
+def check_flags(**flags: object) -> None:
+    """Raise `TypeError` for what is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_fractions(**fractions: object) -> None:
+    """Raise for what is no number in (0, 1]."""
+    for name, value in fractions.items():
+        if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+        if not 0 < float(value) <= 1:
+            raise ValueError(f"{name} must lie in (0, 1], got {value}.")
+
+
+def check_epsilon(eps: object) -> None:
+    """Raise for what is no number of zero or more."""
+    _check_number("eps", eps)
+
+
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, a 0-d tensor or a schedule, got {value!r}.")
-    below_one = name in ("momentum", "beta2")
-    if not (value >= 0 and (value < 1 or not below_one)):
-        raise ValueError(f"{name} must lie in [0, {'1' if below_one else 'inf'}), got {value}.")
+    bound = 1.0 if name in ("momentum", "beta2") else math.inf
+    if not 0 <= value < bound:
+        raise ValueError(f"{name} must lie in [0, {bound:g}), got {value}.")

@@ -66,8 +66,8 @@ class Muon(OrthogonalOptimizer):
         cautious: decay only where update and parameter agree in sign.
         nonfinite: what becomes of a matrix in whose gradient or momentum something is not finite:
             "propagate", it becomes NaN, as in torch; "skip", the step leaves it and its state as
-            they were, on all ranks alike and without another collective. (Other parameters, under
-            AdamW or Lion, propagate.)
+            they were, on all ranks alike and without another collective. Under AdamW or Lion the
+            same holds of each element on its own.
         flatten: what a parameter of three or more dims is: False, a stack of matrices over its
             leading dims (experts); True, one matrix of dim 0 by all others (a convolution).
         split_sizes: rows that are matrices of their own, as in a fused QKV.

@@ -14,6 +14,7 @@ from ortho_func.algorithms.dion2 import Dion2Rule
 from ortho_func.algorithms.dion3 import Dion3Rule
 from ortho_func.algorithms.elementwise import AdamWRule, ElementRule, LionRule
 from ortho_func.algorithms.muon import MuonRule
+from ortho_func.algorithms.nonfinite import check_nonfinite
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
 from ortho_func.geometry import Reading
@@ -115,6 +116,7 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
     for beta in group["betas"]:
         _check_number("betas", beta, _RANGES["beta2"])
     check_state_dtypes(group.get("momentum_dtype"), group.get("variance_dtype"))
+    check_nonfinite(group.get("nonfinite", "propagate"))  # not there in an older checkpoint
     if algorithm in MATRIX_ALGORITHMS:
         _check_matrix_options(group)
     seen: dict[int, str] = {}
@@ -181,8 +183,6 @@ def _check_matrix_options(group: Mapping[str, Any]) -> None:
         if group[name] not in _DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _DTYPES)
             raise ValueError(f"{name} must be one of {allowed}, got {group[name]!r}.")
-    if group.get("nonfinite", "propagate") not in ("propagate", "skip"):
-        raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {group['nonfinite']!r}.")
     if group["algorithm"] in ("dion2", "dion3") and group["selection"] not in ("local", "global"):
         raise ValueError(f"selection must be 'local' or 'global', got {group['selection']!r}.")
     get_orthogonalizer(
@@ -229,6 +229,7 @@ def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
         group["cautious"],
         group.get("momentum_dtype"),
         group.get("variance_dtype"),
+        group.get("nonfinite", "propagate"),
     )
 
 

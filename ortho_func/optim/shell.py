@@ -17,7 +17,7 @@ from torch import Tensor
 from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.legs import Leg, plan_for
 from ortho_func.algorithms.matrixwise import first_state
-from ortho_func.algorithms.program import Program, Spot, bind, matrix_step, one_device
+from ortho_func.algorithms.program import Program, bind, matrix_step, one_device
 from ortho_func.algorithms.rule import state_dtype
 from ortho_func.geometry import (
     aligned,
@@ -32,6 +32,7 @@ from ortho_func.geometry import (
     work_device,
 )
 from ortho_func.optim.agreement import Ranks, agree, facts_about, plain
+from ortho_func.optim.inplace import InPlace, Record
 from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
@@ -53,7 +54,6 @@ from ortho_func.plan import (
     default_bucket_bytes,
     places_of,
 )
-from ortho_func.primitives.scaling import Descent, descend_
 
 __all__ = ["OrthogonalOptimizer"]
 
@@ -62,21 +62,6 @@ _AS_TEXT = ("orthogonalizer", "wire_dtype", "compute_dtype", "momentum_dtype", "
 _SCALARS = ("lr", "weight_decay", "momentum", "beta2")
 # What all ranks must say alike; the scalars may change at any time and are not compared.
 _AGREED = tuple(name for name in ("algorithm", *DEFAULTS) if name not in _SCALARS)
-
-
-class _InPlace:
-    """Writes results where they belong."""
-
-    in_place = True
-
-    def put_state(self, name: str, spots: list[Spot], old: list[Tensor], new: list[Tensor]) -> None:
-        torch._foreach_copy_(old, new)
-
-    def put_updates(self, spots: list[Spot], params: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(params, updates)
-
-    def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
-        descend_(params, descent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +258,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         missing = torch.zeros_like if self._reduces else lambda _: None
         return [missing(local(p)) if p.grad is None else _gradient(p) for p in params]
 
+    def _moves(self, parameter: Tensor) -> bool:
+        """Whether a step changes it: another replica may have the gradient that is missing here."""
+        return parameter.grad is not None or (self._reduces and parameter.requires_grad)
+
     def _hops(self) -> Hops:
         asked: Hops = self._settings.get("hops", "auto")  # not there in an older pickle
         return asked
@@ -365,8 +354,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             assert built is not None
         if built.traced is not None and not torch.compiler.is_compiling():
             self._step_compiled(built)
+        elif torch.compiler.is_compiling():
+            self._step_eager(built, Record([]))
         else:
-            self._step_eager(built)
+            self._step_recorded(built)
         return loss
 
     def _hypers(self) -> list[dict[str, Any]]:
@@ -385,21 +376,35 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             found.append(state)
         return found
 
-    def _step_eager(self, built: _Built) -> None:
+    def _step_recorded(self, built: _Built) -> None:
+        """A step; if it fails, its error says what of it is written."""
+        record = Record([] if built.program is None else [p.name for p in built.program.params])
+        try:
+            self._step_eager(built, record)
+        except Exception as error:
+            error.add_note(record.told())
+            raise
+
+    def _step_eager(self, built: _Built, record: Record) -> None:
         hypers = self._hypers()
 
         def elementwise() -> None:
+            record.others = "written in part"
             for group in built.elementwise:
                 for chunk in group.chunks:
                     params = chunk.pick(group.params)
-                    found = zip(params, self._gradients(params), strict=True)
-                    active = [(p, g) for p, g in found if g is not None]
+                    found = self._gradients(params)
+                    if chunk.over > 1:  # then none is missing
+                        found = [*chunk.average([g for g in found if g is not None])]
+                    pairs = zip(params, found, strict=True)
+                    active = [(p, g) for p, g in pairs if g is not None and self._moves(p)]
                     group.rule.step_(
                         [local(p) for p, _ in active],
-                        chunk.average([g for _, g in active]),
+                        [g for _, g in active],
                         self._local_state([p for p, _ in active]),
                         hypers[group.group],
                     )
+            record.others = "written"
 
         if built.program is None:
             elementwise()
@@ -407,10 +412,13 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         matrix_step(
             built.program,
             [local(p) for p in built.matrices],
-            self._gradients(built.matrices),
+            [
+                g if self._moves(p) else None
+                for p, g in zip(built.matrices, self._gradients(built.matrices), strict=True)
+            ],
             self._local_state(built.matrices),
             hypers,
-            _InPlace(),
+            record,
             meanwhile=elementwise,
         )
 
@@ -420,9 +428,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         others = [p for group in built.elementwise for p in group.params]
         everything = [*built.matrices, *others]
         device = local(everything[0]).device if everything else torch.device("cpu")
-        present = built.presence.of(
-            [self._reduces or p.grad is not None for p in everything], device
-        )
+        present = built.presence.of([self._moves(p) for p in everything], device)
         hypers = self._hypers()
         names = [tuple(hyper) for hyper in hypers]
         values = _scalar_tensor(hypers, device)
@@ -624,7 +630,7 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             elementwise()
             return
         matrix_step(
-            program, params, grads, state, hypers, _InPlace(),
+            program, params, grads, state, hypers, InPlace(),
             present=present, meanwhile=elementwise,
         )  # fmt: skip
 
