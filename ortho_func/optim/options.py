@@ -246,8 +246,8 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     names = (
         "algorithm", "nesterov", "cautious", "compensated", "adjust_lr_fn", "orthogonalizer",
         "ns_steps", "eps", "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes",
-        "num_heads", "fraction", "selection", "rank_fraction", "betas", "adam_eps", "momentum_dtype",
-        "variance_dtype",
+        "num_heads", "fraction", "selection", "rank_fraction", "betas", "adam_eps",
+        "momentum_dtype", "variance_dtype",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)
