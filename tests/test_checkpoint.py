@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,19 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-SHAPES = {"uneven": (5, 16), "empty": (3, 16), "even": (8, 16), "one": (1, 16), "bias": (7,)}
+# Sharded over dim 0: unevenly, with empty shards, through row blocks, over a stack.
+SHAPES = {
+    "uneven": (5, 16), "empty": (3, 16), "blocks": (9, 8), "experts": (3, 4, 6),
+    "frozen": (6, 10), "idle": (4, 10), "bias": (7,), "gain": (6,),
+}  # fmt: skip
+PLAIN = {"uneven": (5, 16), "empty": (3, 16), "even": (8, 16), "one": (1, 16), "bias": (7,)}
+# What a group says besides.
+SAID = {
+    "blocks": {"split_sizes": (4, 3, 2)},
+    "experts": {"flatten": False},
+    "bias": {"algorithm": "adamw"},
+    "gain": {"algorithm": "lion", "betas": (0.9, 0.99)},
+}
 EXPERTS = {"w1": (4, 8, 16), "w2": (3, 6, 8)}
 EXACT = {"wire_dtype": torch.float32}
 HYPER = {"lr": 0.1, "weight_decay": 0.2}
@@ -70,22 +83,23 @@ def optimizer_for(model: nn.Module, algorithm: str, **options: Any) -> torch.opt
     cls, _, extra = WHOLE[algorithm]
     if EXACT.items() <= options.items():
         options = {**exact(algorithm), **options}
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [(name, p) for name, p in named if p.ndim > 1]},
-        {"params": [(name, p) for name, p in named if p.ndim == 1], "algorithm": "adamw"},
-    ]
-    return cls([g for g in groups if g["params"]], **{**extra, **HYPER, **options})
+    groups: dict[str, dict[str, Any]] = {"": {"params": []}}
+    for name, p in model.named_parameters():
+        group = groups.setdefault(name, {"params": [], **SAID[name]}) if name in SAID else groups[""]
+        group["params"].append((name, p))
+    return cls([g for g in groups.values() if g["params"]], **{**extra, **HYPER, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps by gradients of their numbers; none for what is idle, or frozen."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for step in steps:
         wholes = whole_tensors(shapes, step)
         for name, p in model.named_parameters():
-            p.grad = scatter_like(wholes[name].to(p.dtype), p)
+            if p.requires_grad and name != "idle":
+                p.grad = scatter_like(wholes[name].to(p.dtype), p)
         optimizer.step()
-    optimizer.zero_grad()
+        optimizer.zero_grad()
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -112,113 +126,128 @@ def flatly(flat: bool) -> StateDictOptions:
     return StateDictOptions(flatten_optimizer_state_dict=flat)
 
 
-# What runs on the ranks
+# What runs on the ranks: all algorithms in one checkpoint, each with its model
 
-Saved = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]
+Saved = dict[str, tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]]
+Options = dict[str, Any]
 
 
 def save(
-    rank: int,
-    world: int,
-    mesh: tuple[int, ...],
-    algorithm: str,
-    flat: bool,
-    directory: str,
-    options: dict[str, Any],
-) -> Saved:
+    rank: int, world: int, mesh: tuple[int, ...], names: list[str], flat: bool, directory: str,
+    options: Options,
+) -> Saved:  # fmt: skip
     """Train, save, train on: what was saved, what came of it, and what the state dict holds."""
-    model = by_mesh(whole_tensors(SHAPES, 0), mesh)
-    optimizer = optimizer_for(model, algorithm, **options)
-    train(model, optimizer, range(1, 4))
-    then = snapshot(model, optimizer)
-    weights, state = get_state_dict(model, optimizer, options=flatly(flat))
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
-    train(model, optimizer, range(4, 7))
-    return then, snapshot(model, optimizer), entries(state)
+    trained, found, saved = {}, {}, {}
+    for name in names:
+        model = by_mesh(whole_tensors(SHAPES, 0), mesh)
+        optimizer = optimizer_for(model, name, **options)
+        train(model, optimizer, range(1, 2))
+        model.frozen.requires_grad_(False)
+        train(model, optimizer, range(2, 4))
+        weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+        saved[name] = {"model": weights, "optim": state}
+        trained[name] = model, optimizer, snapshot(model, optimizer), entries(state)
+    dcp.save(saved, checkpoint_id=directory)
+    for name, (model, optimizer, then, keys) in trained.items():
+        train(model, optimizer, range(4, 7))
+        found[name] = then, snapshot(model, optimizer), keys
+    return found
 
 
 def load(
-    rank: int,
-    world: int,
-    mesh: tuple[int, ...],
-    algorithm: str,
-    flat: bool,
-    directory: str,
-    options: dict[str, Any],
-) -> Saved:
+    rank: int, world: int, mesh: tuple[int, ...] | None, names: list[str], flat: bool,
+    directory: str, options: Options,
+) -> Saved:  # fmt: skip
     """Other weights and a fresh optimizer, loaded before any step; then train on."""
-    model = by_mesh(whole_tensors(SHAPES, 99), mesh)
-    optimizer = optimizer_for(model, algorithm, **{**options, "lr": 7.0})
-    dtypes = {key: t.dtype for key, t in snapshot(model, optimizer).items()}
-    weights, state = get_state_dict(model, optimizer, options=flatly(flat))
-    dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
-    set_state_dict(
-        model, optimizer,
-        model_state_dict=weights, optim_state_dict=state, options=flatly(flat),
-    )  # fmt: skip
-    then = snapshot(model, optimizer)
-    assert {key: t.dtype for key, t in then.items()} == dtypes
-    assert {group["lr"] for group in optimizer.param_groups} == {HYPER["lr"]}
-    train(model, optimizer, range(4, 7))
-    return then, snapshot(model, optimizer), entries(state)
+    built, found, saved = {}, {}, {}
+    for name in names:
+        tensors = whole_tensors(SHAPES, 99)
+        model = Weights(tensors) if mesh is None else by_mesh(tensors, mesh)
+        model.frozen.requires_grad_(False)
+        optimizer = optimizer_for(model, name, **{**options, "lr": 7.0})
+        weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+        saved[name] = {"model": weights, "optim": state}
+        built[name] = model, optimizer
+    dcp.load(saved, checkpoint_id=directory)
+    for name, (model, optimizer) in built.items():
+        dtypes = {key: t.dtype for key, t in snapshot(model, optimizer).items()}
+        set_state_dict(
+            model, optimizer, model_state_dict=saved[name]["model"],
+            optim_state_dict=saved[name]["optim"], options=flatly(flat),
+        )  # fmt: skip
+        then = snapshot(model, optimizer)
+        assert {key: t.dtype for key, t in then.items()} == dtypes
+        assert {group["lr"] for group in optimizer.param_groups} == {HYPER["lr"]}
+        train(model, optimizer, range(4, 7))
+        found[name] = then, snapshot(model, optimizer), entries(saved[name]["optim"])
+    return found
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("algorithm", list(WHOLE))
-def test_saved_on_four_ranks(pool: Any, tmp_path: Path, algorithm: str, flat: bool) -> None:
-    shared = (algorithm, flat, str(tmp_path), EXACT)
-    saved = pool.run(save, (4,), *shared, world=4)
-    then, later, keys = saved[0]
-    assert all(result[2] == keys for result in saved)  # the same on ranks with empty shards
-    assert any("momentum_buffer" in key for key in keys)
-    for mesh in [(4,), (2,), (3,), (1,), (2, 2)]:
-        world = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
-        for found, after, found_keys in pool.run(load, mesh, *shared, world=world):
-            assert found_keys == keys
-            for key, value in then.items():
-                assert torch.equal(found[key], value), (mesh, key)
-            for key, value in later.items():
-                if mesh == (4,):
-                    assert torch.equal(after[key], value), key
-                assert relative_error(after[key], value) < 1e-4, (mesh, key)
+def check(saved: Saved, loaded: Saved, *, bitwise: bool, what: Any) -> None:
+    """All came back, and training went on as if nothing had been."""
+    for name, (then, later, keys) in saved.items():
+        found, after, found_keys = loaded[name]
+        assert list(found_keys) == list(keys), (what, name)
+        for key, value in then.items():
+            assert torch.equal(found[key], value), (what, name, key)
+        for key, value in later.items():
+            assert after[key].dtype == value.dtype
+            if bitwise:
+                assert torch.equal(after[key], value), (what, name, key)
+            assert relative_error(after[key], value) < 1e-4, (what, name, key)
 
 
-def test_saved_by_replicas(pool: Any, tmp_path: Path) -> None:
-    shared = ("normuon", False, str(tmp_path), EXACT)
-    then, later, _ = pool.run(save, (2, 2), *shared, world=4)[0]
-    for mesh, world in [((2, 2), 4), ((4,), 4), ((2,), 2)]:
-        for found, after, _ in pool.run(load, mesh, *shared, world=world):
-            assert all(torch.equal(found[key], value) for key, value in then.items()), mesh
-            worst = max(relative_error(after[key], value) for key, value in later.items())
-            assert worst < 1e-4, mesh
-            if mesh == (2, 2):
-                assert all(torch.equal(after[key], value) for key, value in later.items())
+@pytest.mark.parametrize(
+    ("flat", "first", "others"),
+    [
+        (False, (4,), [(4,), (2,), (3,), (1,), (2, 2), None]),
+        (True, (2,), [(4,)]),
+        (False, (2, 2), [(2, 2), (4,)]),
+    ],
+    ids=["four", "two", "replicas"],
+)
+def test_resumed_on_other_ranks(
+    pool: Any, tmp_path: Path, flat: bool, first: tuple[int, ...], others: list[Any]
+) -> None:
+    """Every algorithm, AdamW and Lion beside it; `None` is one process with plain parameters."""
+    shared = (list(WHOLE), flat, str(tmp_path), EXACT)
+    ranks = pool.run(save, first, *shared, world=math.prod(first))
+    saved = ranks[0]
+    for name, (then, _, keys) in saved.items():
+        assert all(rank[name][2] == keys for rank in ranks)  # on ranks with empty shards too
+        assert then["frozen.momentum_buffer"].any(), name
+        assert not then["idle.momentum_buffer"].any(), name
+    for mesh in others:
+        for loaded in pool.run(load, mesh, *shared, world=math.prod(mesh or (1,))):
+            check(saved, loaded, bitwise=mesh == first, what=mesh)
 
 
 def test_default_options_go_on_bitwise(pool: Any, tmp_path: Path) -> None:
     """The default orthogonalizer and wire, in bf16."""
-    shared = ("normuon", True, str(tmp_path), {})
-    _, later, _ = pool.run(save, (4,), *shared, world=4)[0]
-    for _, after, _ in pool.run(load, (4,), *shared, world=4):
-        assert all(torch.equal(after[key], value) for key, value in later.items())
+    shared = (["normuon", "dion2"], True, str(tmp_path), {})
+    saved = pool.run(save, (4,), *shared, world=4)[0]
+    for loaded in pool.run(load, (4,), *shared, world=4):
+        check(saved, loaded, bitwise=True, what="defaults")
 
 
 def test_state_of_a_chosen_dtype(pool: Any, tmp_path: Path) -> None:
     """bf16 momenta and variances of fp32 parameters: bit for bit, on any number of ranks."""
     options = {**EXACT, "momentum_dtype": torch.bfloat16, "variance_dtype": torch.bfloat16}
-    shared = ("normuon", False, str(tmp_path), options)
-    then, later, keys = pool.run(save, (4,), *shared, world=4)[0]
+    shared = (["normuon"], False, str(tmp_path), options)
+    saved = pool.run(save, (4,), *shared, world=4)[0]
+    then, later, _ = saved["normuon"]
     assert then["uneven.momentum_buffer"].dtype == torch.bfloat16
     assert then["uneven.row_variance"].dtype == torch.bfloat16
     assert then["bias.exp_avg_sq"].dtype == torch.bfloat16
     for mesh, world in [((4,), 4), ((2,), 2)]:
-        for found, after, found_keys in pool.run(load, mesh, *shared, world=world):
-            assert found_keys == keys
+        for loaded in pool.run(load, mesh, *shared, world=world):
+            found, after, _ = loaded["normuon"]
             assert all(torch.equal(found[key], value) for key, value in then.items()), mesh
-            for key, value in later.items():
-                assert after[key].dtype == value.dtype
-                if mesh == (4,):
-                    assert torch.equal(after[key], value), key
+            assert {key: t.dtype for key, t in after.items()} == {
+                key: t.dtype for key, t in later.items()
+            }
+            if mesh == (4,):
+                check(saved, loaded, bitwise=True, what=mesh)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -360,7 +389,7 @@ def variances_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 def other_dtype(rank: int, world: int, directory: str) -> dict[str, tuple[torch.dtype, bool]]:
     """bf16 parameters with an fp32 momentum, set by hand: dtypes here stay what they are."""
-    tensors = {name: t.bfloat16() for name, t in whole_tensors(SHAPES, 0).items()}
+    tensors = {name: t.bfloat16() for name, t in whole_tensors(PLAIN, 0).items()}
     models = [by_mesh(tensors, (world,)) for _ in range(2)]
     optimizers = [optimizer_for(model, "normuon") for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -398,7 +427,7 @@ def test_dtypes_are_kept(pool: Any, tmp_path: Path) -> None:
 
 def by_torch_save(rank: int, world: int) -> None:
     """`state_dict` through `torch.save`, by keyword, with a scheduler and a tensor lr."""
-    models = [by_mesh(whole_tensors(SHAPES, 0), (world,)) for _ in range(2)]
+    models = [by_mesh(whole_tensors(PLAIN, 0), (world,)) for _ in range(2)]
     first = optimizer_for(models[0], "normuon", lr=torch.tensor(0.1), **EXACT)
     schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda step: 0.5**step)
     for step in range(3):
@@ -433,7 +462,7 @@ def test_state_dict_through_torch_save(pool: Any) -> None:
 
 def live_after_load(rank: int, world: int) -> float:
     """An optimizer that was built before `load_state_dict` updates the parameters there are."""
-    tensors = whole_tensors(SHAPES, 0)
+    tensors = whole_tensors(PLAIN, 0)
     model = by_mesh(tensors, (world,))
     optimizer = optimizer_for(model, "normuon", **EXACT)
     train(model, optimizer, range(1, 3))
@@ -446,7 +475,7 @@ def live_after_load(rank: int, world: int) -> float:
     start = {name: gather(p).clone() for name, p in model.named_parameters() if p.ndim > 1}
     _, naive, extra = WHOLE["normuon"]
     wholes = {name: tensors[name] for name in start}
-    gradients = [whole_tensors(SHAPES, n) for n in range(1, 5)]
+    gradients = [whole_tensors(PLAIN, n) for n in range(1, 5)]
     _, told = naive(wholes, gradients[:2], **{**HYPER, **extra})
     right, _ = naive(start, gradients[2:], told, **{**HYPER, **extra})
     train(model, optimizer, range(3, 5))

@@ -5,6 +5,7 @@ All in-place writes of the library are here (and in functions whose names end in
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,7 @@ class _Built:
     """Everything that is computed once from the groups."""
 
     key: tuple[Any, ...]
+    params: list[Tensor]  # all groups'
     program: Program | None
     matrices: list[Tensor]  # parameters of the program, in the plan's order
     group_of: list[int]
@@ -182,6 +184,18 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
     def _key(self) -> tuple[Any, ...]:
         return tuple(static_key(group) for group in self.param_groups)
 
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _other_params(self) -> bool:
+        """Whether the groups hold other parameters than those that the step was built of.
+
+        A wrapper that shards a model after its optimizer was built puts the shards there.
+        """
+        assert self._built is not None
+        old, new = self._built.params, self._params()
+        return len(old) != len(new) or not all(map(operator.is_, old, new))
+
     def _build(self) -> None:
         """Plan the step, agree on it with the other ranks, make state, compile if asked to."""
         draft, fault = None, None
@@ -194,8 +208,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         self._make_state()
         program = self._bind(draft, handles) if draft.legs else None
         built = _Built(
-            self._key(), program, draft.matrices, draft.group_of, draft.elementwise, None
-        )
+            self._key(), self._params(), program, draft.matrices, draft.group_of,
+            draft.elementwise, None,
+        )  # fmt: skip
         self._built = replace(built, traced=_compiled(built, self._settings["compile"]))
 
     def _draft(self) -> _Draft:
@@ -315,6 +330,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _make_state(self) -> None:
         """State exists from the start, with the parameters' placements; what is there stays."""
+        here = {id(p) for p in self._params()}
+        for gone in [p for p in self.state if id(p) not in here]:
+            del self.state[gone]
         for group in self.param_groups:
             for p in group["params"]:
                 for name, make in _first_states(group).items():
@@ -348,7 +366,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                 loss = closure()
         built = self._built
         assert built is not None
-        if not torch.compiler.is_compiling() and built.key != self._key():
+        if not torch.compiler.is_compiling() and (
+            built.key != self._key() or self._other_params()
+        ):
             self._build()
             built = self._built
             assert built is not None
@@ -465,6 +485,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``; tensors among the hyperparameters are saved as numbers."""
+        if self._built is not None and self._other_params():
+            self._make_state()
         saved = super().state_dict()
         for group in saved["param_groups"]:
             for name in _AS_TEXT:
@@ -476,14 +498,23 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``torch.optim``; state keeps the dtype and the storage that it has here."""
+        """As in ``torch.optim``; state keeps the dtype and the storage that it has here.
+
+        An option that a saved group lacks stays as it is here. State of a parameter that needs
+        no gradient may be absent, as ``set_state_dict`` leaves it out; it stays as well.
+
+        Raises:
+            ValueError: state lacks something or has another shape; then nothing was changed.
+        """
+        if self._built is not None and self._other_params():
+            self._make_state()
         self._check_state(state_dict)
-        before = {p: dict(self.state[p]) for group in self.param_groups for p in group["params"]}
+        before = {p: dict(self.state[p]) for p in self._params()}
         kept = [dict(group) for group in self.param_groups]
         filled = dict(state_dict)
         if len(state_dict["param_groups"]) == len(kept):
             filled["param_groups"] = [
-                {**saved, **{name: mine[name] for name in _AS_TEXT if name in mine}}
+                {**mine, **saved, **{name: mine[name] for name in _AS_TEXT if name in mine}}
                 for mine, saved in zip(kept, state_dict["param_groups"], strict=True)
             ]
         super().load_state_dict(filled)
@@ -500,7 +531,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(groups):
             params = self.param_groups[number]["params"]
             for index, name, p in zip(group["params"], self._names(number), params, strict=False):
-                raw = state_dict["state"].get(index, {})
+                raw = state_dict["state"].get(index)
+                if raw == {} or (raw is None and not p.requires_grad):
+                    continue
+                raw = raw or {}
                 for key, mine in self.state[p].items():
                     if not isinstance(mine, Tensor):
                         continue
@@ -525,9 +559,11 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         self, before: dict[Tensor, dict[str, Any]], state_dict: dict[str, Any]
     ) -> None:
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(order, params, strict=True):
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for index, p, group in zip(order, self._params(), groups, strict=True):
             raw = state_dict["state"].get(index, {})
+            if raw == {} and index in state_dict["state"]:  # no step yet
+                raw = {name: make(p) for name, make in _first_states(group).items()}
             for name, mine in before[p].items():
                 if not isinstance(mine, Tensor):
                     continue
