@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from layouts import (
     Shard,
     Weights,
     exact,
-    expected,
     gather,
     relative_error,
     scatter_like,
@@ -53,6 +53,8 @@ SAID = {
     "experts": {"flatten": False},
     "bias": {"algorithm": "adamw"},
     "gain": {"algorithm": "lion", "betas": (0.9, 0.99)},
+    "w1": {"flatten": False},
+    "w2": {"flatten": False},
 }
 EXPERTS = {"w1": (4, 8, 16), "w2": (3, 6, 8)}
 EXACT = {"wire_dtype": torch.float32}
@@ -79,13 +81,50 @@ def by_placements(
     return model
 
 
+def by_layers(tensors: Mapping[str, Tensor], mesh: tuple[int, ...]) -> nn.Module:
+    """Two layers under `fully_shard`, on two axes with tensor parallelism below it."""
+    grid = init_device_mesh("cpu", mesh, mesh_dim_names=("fsdp", "tp")[: len(mesh)])
+    model = nn.Module()
+    for name, tensor in tensors.items():
+        layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
+        layer.weight = nn.Parameter(tensor.clone())
+        model.add_module(name.split(".")[0], layer)
+    if len(mesh) == 2:
+        how = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, grid["tp"], how)
+    fully_shard(model, mesh=grid["fsdp"] if len(mesh) == 2 else grid)
+    return model
+
+
+@dataclass(frozen=True)
+class Where:
+    """A mesh of ranks and how parameters lie on it; no mesh is plain parameters."""
+
+    mesh: tuple[int, ...] | None
+    placements: tuple[Any, ...] | None = None
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh or (1,))
+
+    def place(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> nn.Module:
+        tensors = whole_tensors(shapes, seed)
+        if self.mesh is None:
+            return Weights(tensors)
+        if self.placements is not None:
+            return by_placements(tensors, self.mesh, self.placements)
+        return (by_layers if "up.weight" in shapes else by_mesh)(tensors, self.mesh)
+
+
 def optimizer_for(model: nn.Module, algorithm: str, **options: Any) -> torch.optim.Optimizer:
     cls, _, extra = WHOLE[algorithm]
     if EXACT.items() <= options.items():
         options = {**exact(algorithm), **options}
     groups: dict[str, dict[str, Any]] = {"": {"params": []}}
     for name, p in model.named_parameters():
-        group = groups.setdefault(name, {"params": [], **SAID[name]}) if name in SAID else groups[""]
+        group = (
+            groups.setdefault(name, {"params": [], **SAID[name]}) if name in SAID else groups[""]
+        )
         group["params"].append((name, p))
     return cls([g for g in groups.values() if g["params"]], **{**extra, **HYPER, **options})
 
@@ -122,58 +161,64 @@ def entries(state: Any, prefix: str = "") -> dict[str, str]:
     return {prefix: type(state).__name__}
 
 
-def flatly(flat: bool) -> StateDictOptions:
-    return StateDictOptions(flatten_optimizer_state_dict=flat)
-
-
 # What runs on the ranks: all algorithms in one checkpoint, each with its model
 
 Saved = dict[str, tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]]
-Options = dict[str, Any]
 
 
-def save(
-    rank: int, world: int, mesh: tuple[int, ...], names: list[str], flat: bool, directory: str,
-    options: Options,
-) -> Saved:  # fmt: skip
+@dataclass(frozen=True)
+class Case:
+    """What is saved, of which algorithms and with which options, in which form and where."""
+
+    directory: str
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
+    names: tuple[str, ...] = tuple(WHOLE)
+    flat: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: EXACT)
+
+    @property
+    def form(self) -> StateDictOptions:
+        return StateDictOptions(flatten_optimizer_state_dict=self.flat)
+
+
+def save(rank: int, world: int, where: Where, case: Case) -> Saved:
     """Train, save, train on: what was saved, what came of it, and what the state dict holds."""
     trained, found, saved = {}, {}, {}
-    for name in names:
-        model = by_mesh(whole_tensors(SHAPES, 0), mesh)
-        optimizer = optimizer_for(model, name, **options)
+    for name in case.names:
+        model = where.place(case.shapes, 0)
+        optimizer = optimizer_for(model, name, **case.options)
         train(model, optimizer, range(1, 2))
-        model.frozen.requires_grad_(False)
+        if "frozen" in case.shapes:
+            model.frozen.requires_grad_(False)
         train(model, optimizer, range(2, 4))
-        weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+        check_variances(model, optimizer)
+        weights, state = get_state_dict(model, optimizer, options=case.form)
         saved[name] = {"model": weights, "optim": state}
         trained[name] = model, optimizer, snapshot(model, optimizer), entries(state)
-    dcp.save(saved, checkpoint_id=directory)
+    dcp.save(saved, checkpoint_id=case.directory)
     for name, (model, optimizer, then, keys) in trained.items():
         train(model, optimizer, range(4, 7))
         found[name] = then, snapshot(model, optimizer), keys
     return found
 
 
-def load(
-    rank: int, world: int, mesh: tuple[int, ...] | None, names: list[str], flat: bool,
-    directory: str, options: Options,
-) -> Saved:  # fmt: skip
+def load(rank: int, world: int, where: Where, case: Case) -> Saved:
     """Other weights and a fresh optimizer, loaded before any step; then train on."""
     built, found, saved = {}, {}, {}
-    for name in names:
-        tensors = whole_tensors(SHAPES, 99)
-        model = Weights(tensors) if mesh is None else by_mesh(tensors, mesh)
-        model.frozen.requires_grad_(False)
-        optimizer = optimizer_for(model, name, **{**options, "lr": 7.0})
-        weights, state = get_state_dict(model, optimizer, options=flatly(flat))
+    for name in case.names:
+        model = where.place(case.shapes, 99)
+        if "frozen" in case.shapes:
+            model.frozen.requires_grad_(False)
+        optimizer = optimizer_for(model, name, **{**case.options, "lr": 7.0})
+        weights, state = get_state_dict(model, optimizer, options=case.form)
         saved[name] = {"model": weights, "optim": state}
         built[name] = model, optimizer
-    dcp.load(saved, checkpoint_id=directory)
+    dcp.load(saved, checkpoint_id=case.directory)
     for name, (model, optimizer) in built.items():
         dtypes = {key: t.dtype for key, t in snapshot(model, optimizer).items()}
         set_state_dict(
             model, optimizer, model_state_dict=saved[name]["model"],
-            optim_state_dict=saved[name]["optim"], options=flatly(flat),
+            optim_state_dict=saved[name]["optim"], options=case.form,
         )  # fmt: skip
         then = snapshot(model, optimizer)
         assert {key: t.dtype for key, t in then.items()} == dtypes
@@ -181,6 +226,15 @@ def load(
         train(model, optimizer, range(4, 7))
         found[name] = then, snapshot(model, optimizer), entries(saved[name]["optim"])
     return found
+
+
+def check_variances(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Every rank has V of the rows it holds a part of, and no others."""
+    for p in model.parameters():
+        v = optimizer.state[p].get("row_variance")
+        if isinstance(v, DTensor):
+            assert v.shape == (*p.shape[:-1], 1)
+            assert v.to_local().shape == (*p.to_local().shape[:-1], 1)
 
 
 def check(saved: Saved, loaded: Saved, *, bitwise: bool, what: Any) -> None:
@@ -197,6 +251,18 @@ def check(saved: Saved, loaded: Saved, *, bitwise: bool, what: Any) -> None:
             assert relative_error(after[key], value) < 1e-4, (what, name, key)
 
 
+def resume(pool: Any, case: Case, first: Where, others: list[Where]) -> Saved:
+    """Save in one place and resume in others; what was saved."""
+    ranks = pool.run(save, first, case, world=first.world)
+    saved: Saved = ranks[0]
+    for rank in ranks:  # on ranks with empty shards too
+        assert all(rank[name][2] == keys for name, (_, _, keys) in saved.items())
+    for other in others:
+        for loaded in pool.run(load, other, case, world=other.world):
+            check(saved, loaded, bitwise=other == first, what=other)
+    return saved
+
+
 @pytest.mark.parametrize(
     ("flat", "first", "others"),
     [
@@ -209,171 +275,73 @@ def check(saved: Saved, loaded: Saved, *, bitwise: bool, what: Any) -> None:
 def test_resumed_on_other_ranks(
     pool: Any, tmp_path: Path, flat: bool, first: tuple[int, ...], others: list[Any]
 ) -> None:
-    """Every algorithm, AdamW and Lion beside it; `None` is one process with plain parameters."""
-    shared = (list(WHOLE), flat, str(tmp_path), EXACT)
-    ranks = pool.run(save, first, *shared, world=math.prod(first))
-    saved = ranks[0]
-    for name, (then, _, keys) in saved.items():
-        assert all(rank[name][2] == keys for rank in ranks)  # on ranks with empty shards too
+    """Every algorithm, AdamW and Lion beside it; row blocks, a stack, frozen and idle ones."""
+    saved = resume(pool, Case(str(tmp_path), flat=flat), Where(first), list(map(Where, others)))
+    for name, (then, _, _) in saved.items():
         assert then["frozen.momentum_buffer"].any(), name
         assert not then["idle.momentum_buffer"].any(), name
-    for mesh in others:
-        for loaded in pool.run(load, mesh, *shared, world=math.prod(mesh or (1,))):
-            check(saved, loaded, bitwise=mesh == first, what=mesh)
 
 
 def test_default_options_go_on_bitwise(pool: Any, tmp_path: Path) -> None:
     """The default orthogonalizer and wire, in bf16."""
-    shared = (["normuon", "dion2"], True, str(tmp_path), {})
-    saved = pool.run(save, (4,), *shared, world=4)[0]
-    for loaded in pool.run(load, (4,), *shared, world=4):
-        check(saved, loaded, bitwise=True, what="defaults")
+    case = Case(str(tmp_path), names=("normuon", "dion2"), flat=True, options={})
+    resume(pool, case, Where((4,)), [Where((4,))])
 
 
 def test_state_of_a_chosen_dtype(pool: Any, tmp_path: Path) -> None:
     """bf16 momenta and variances of fp32 parameters: bit for bit, on any number of ranks."""
     options = {**EXACT, "momentum_dtype": torch.bfloat16, "variance_dtype": torch.bfloat16}
-    shared = (["normuon"], False, str(tmp_path), options)
-    saved = pool.run(save, (4,), *shared, world=4)[0]
-    then, later, _ = saved["normuon"]
+    case = Case(str(tmp_path), names=("normuon",), options=options)
+    saved = resume(pool, case, Where((4,)), [Where((4,))])
+    then, _, keys = saved["normuon"]
     assert then["uneven.momentum_buffer"].dtype == torch.bfloat16
     assert then["uneven.row_variance"].dtype == torch.bfloat16
     assert then["bias.exp_avg_sq"].dtype == torch.bfloat16
-    for mesh, world in [((4,), 4), ((2,), 2)]:
-        for loaded in pool.run(load, mesh, *shared, world=world):
-            found, after, _ = loaded["normuon"]
-            assert all(torch.equal(found[key], value) for key, value in then.items()), mesh
-            assert {key: t.dtype for key, t in after.items()} == {
-                key: t.dtype for key, t in later.items()
-            }
-            if mesh == (4,):
-                check(saved, loaded, bitwise=True, what=mesh)
+    for loaded in pool.run(load, Where((2,)), case, world=2):
+        found, _, found_keys = loaded["normuon"]
+        assert found_keys == keys
+        assert all(torch.equal(found[key], value) for key, value in then.items())
 
 
 # ---------------------------------------------------------------------------------------------
 # Other placements
 
-
-def save_placed(
-    rank: int, world: int, mesh: tuple[int, ...], placements: Any, shapes: Any, directory: str
-) -> dict[str, Tensor]:
-    model = by_placements(whole_tensors(shapes, 0), mesh, placements)
-    optimizer = optimizer_for(model, "normuon", flatten=False, **EXACT)
-    train(model, optimizer, range(1, 4))
-    state = get_optimizer_state_dict(model, optimizer)
-    dcp.save({"optim": state}, checkpoint_id=directory)
-    for p in model.parameters():  # every rank has V of the rows it holds a part of, and no others
-        v = optimizer.state[p]["row_variance"]
-        assert isinstance(v, DTensor)
-        assert v.shape == (*p.shape[:-1], 1)
-        assert v.to_local().shape == (*p.to_local().shape[:-1], 1)
-    return snapshot(model, optimizer)
-
-
-def load_placed(
-    rank: int, world: int, mesh: tuple[int, ...], placements: Any, shapes: Any, directory: str
-) -> dict[str, Tensor]:
-    model = by_placements(whole_tensors(shapes, 99), mesh, placements)
-    optimizer = optimizer_for(model, "normuon", flatten=False, **EXACT)
-    state = get_optimizer_state_dict(model, optimizer)
-    dcp.load({"optim": state}, checkpoint_id=directory)
-    set_optimizer_state_dict(model, optimizer, state)
-    return snapshot(model, optimizer)
-
-
 MATRICES = {"wide": (6, 16), "five": (16, 5), "two": (7, 2)}
-PLACED: dict[str, tuple[Any, Any, list[tuple[tuple[int, ...], Any]]]] = {
+TP = {"up.weight": (7, 6), "down.weight": (6, 7)}
+ROWS, COLUMNS, BOTH = (Shard(0),), (Shard(1),), (Shard(0), Shard(1))
+PLACED: dict[str, tuple[Any, Where, list[Where]]] = {
     "columns": (
         MATRICES,
-        ((4,), [Shard(1)]),
-        [((2,), [Shard(1)]), ((3,), [Shard(0)]), ((1,), [Replicate()])],
+        Where((4,), COLUMNS),
+        [Where((4,), COLUMNS), Where((3,), ROWS), Where((1,), (Replicate(),))],
     ),
     "rows and columns": (
         MATRICES,
-        ((2, 2), [Shard(0), Shard(1)]),
-        [((2, 2), [Shard(1), Shard(0)]), ((3,), [Shard(1)]), ((2,), [Shard(0)])],
+        Where((2, 2), BOTH),
+        [Where((2, 2), (Shard(1), Shard(0))), Where((3,), COLUMNS), Where((2,), ROWS)],
     ),
     "experts": (
         EXPERTS,
-        ((2, 2), [Shard(0), Shard(1)]),
-        [((1, 2), [Shard(0), Shard(1)]), ((4, 1), [Shard(0), Shard(1)]), ((3,), [Shard(2)])],
+        Where((2, 2), BOTH),
+        [Where((1, 2), BOTH), Where((4, 1), BOTH), Where((3,), (Shard(2),))],
+    ),
+    # rows cut twice, and columns cut by one axis: V is whole where columns are cut
+    "tensor parallel with fsdp": (
+        TP,
+        Where((2, 2)),
+        [Where((2, 2)), Where((2,)), Where((3,))],
     ),
 }
 
 
 @pytest.mark.parametrize("case", list(PLACED))
 def test_other_placements(pool: Any, tmp_path: Path, case: str) -> None:
-    """Momentum and V follow their rows, columns and experts to other ranks."""
-    shapes, (mesh, placements), others = PLACED[case]
-    saved = pool.run(save_placed, mesh, placements, shapes, str(tmp_path), world=4)
-    right = expected(
-        whole_tensors(shapes, 0), [whole_tensors(shapes, n) for n in range(1, 4)], "normuon",
-        flatten=False, **HYPER,
-    )  # fmt: skip
-    variances = variances_of(shapes)
-    for found in saved:
-        for name in shapes:
-            assert relative_error(found[name], right[name]) < 1e-5
-            assert relative_error(found[f"{name}.row_variance"], variances[name]) < 1e-5
-    for other, where in others:
-        world = 1
-        for extent in other:
-            world *= extent
-        for found in pool.run(load_placed, other, where, shapes, str(tmp_path), world=world):
-            for key, value in saved[0].items():
-                if "." in key:
-                    assert torch.equal(found[key], value), (other, key)
-
-
-TP = {"up.weight": (7, 6), "down.weight": (6, 7)}
-
-
-def by_layers(tensors: Mapping[str, Tensor], mesh: tuple[int, ...]) -> nn.Module:
-    """Two layers under `fully_shard`, on two axes with tensor parallelism below it."""
-    grid = init_device_mesh("cpu", mesh, mesh_dim_names=("fsdp", "tp")[: len(mesh)])
-    model = nn.Module()
-    for name, tensor in tensors.items():
-        layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
-        layer.weight = nn.Parameter(tensor.clone())
-        model.add_module(name.split(".")[0], layer)
-    if len(mesh) == 2:
-        how = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, grid["tp"], how)
-    fully_shard(model, mesh=grid["fsdp"] if len(mesh) == 2 else grid)
-    return model
-
-
-def save_parallel(rank: int, world: int, directory: str) -> dict[str, Tensor]:
-    model = by_layers(whole_tensors(TP, 0), (2, 2))
-    optimizer = optimizer_for(model, "normuon", **EXACT)
-    train(model, optimizer, range(1, 4))
-    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=directory)
-    return snapshot(model, optimizer)
-
-
-def load_parallel(
-    rank: int, world: int, mesh: tuple[int, ...], directory: str
-) -> dict[str, Tensor]:
-    model = by_layers(whole_tensors(TP, 99), mesh)
-    optimizer = optimizer_for(model, "normuon", **EXACT)
-    state = get_optimizer_state_dict(model, optimizer)
-    dcp.load({"optim": state}, checkpoint_id=directory)
-    set_optimizer_state_dict(model, optimizer, state)
-    return snapshot(model, optimizer)
-
-
-def test_tensor_parallel_with_fsdp(pool: Any, tmp_path: Path) -> None:
-    """Rows cut twice, and columns cut by one axis: V is whole where columns are cut."""
-    saved = pool.run(save_parallel, str(tmp_path), world=4)
-    variances = variances_of(TP)
-    for found in saved:
-        for name in TP:
-            assert relative_error(found[f"{name}.row_variance"], variances[name]) < 1e-5
-    for mesh, world in [((2, 2), 4), ((2,), 2), ((3,), 3)]:
-        for found in pool.run(load_parallel, mesh, str(tmp_path), world=world):
-            for key, value in saved[0].items():
-                if not key.endswith("weight"):
-                    assert torch.equal(found[key], value), (mesh, key)
+    """Momentum, V and Q follow their rows, columns and experts to other ranks."""
+    shapes, first, others = PLACED[case]
+    saved = resume(pool, Case(str(tmp_path), shapes), first, others)
+    then, _, _ = saved["normuon"]
+    for name, variance in variances_of(shapes).items():
+        assert relative_error(then[f"{name}.row_variance"], variance) < 1e-5
 
 
 def variances_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
