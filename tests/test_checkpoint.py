@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -462,3 +464,100 @@ def locals_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor
 
 def test_state_is_loaded_in_place(pool: Any) -> None:
     assert max(pool.run(live_after_load, world=4)) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------
+# Other ways to save
+
+
+def whole_on_one_rank(rank: int, world: int, directory: str) -> tuple[Any, Any]:
+    """The whole state on rank 0, through `torch.save`, and from there to all ranks."""
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "frozen"}
+    models = [by_mesh(whole_tensors(shapes, seed), (world,)) for seed in (0, 99)]
+    first, second = (optimizer_for(model, "dion", **EXACT) for model in models)
+    train(models[0], first, range(1, 4))
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(models[0], first, options=whole)
+    path = Path(directory) / "checkpoint.pt"
+    if rank == 0:
+        torch.save({"model": weights, "optim": state}, path)
+        saved = torch.load(path, weights_only=True)
+    else:
+        assert not weights
+        assert not state
+        saved = {"model": {}, "optim": {}}
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # one by one: torch's `set_state_dict` leaves out a model whose state a rank does not have
+    set_model_state_dict(models[1], saved["model"], options=spread)
+    set_optimizer_state_dict(models[1], second, saved["optim"], options=spread)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, range(4, 6))
+    return snapshot(models[0], first), snapshot(models[1], second)
+
+
+def test_a_whole_state_dict_on_one_rank(pool: Any, tmp_path: Path) -> None:
+    for right, found in pool.run(whole_on_one_rank, str(tmp_path), world=3):
+        assert all(torch.equal(found[key], value) for key, value in right.items())
+
+
+def train_while_saving(rank: int, world: int, directory: str) -> tuple[Any, Any]:
+    """`async_save`, and steps while it writes; then back to what was saved.
+
+    Its thread talks to the other ranks: over a group of its own, where training talks over gloo.
+    """
+    group = torch.distributed.new_group(backend="gloo")
+    model = by_mesh(whole_tensors(SHAPES, 0), (world,))
+    optimizer = optimizer_for(model, "normuon", **EXACT)
+    train(model, optimizer, range(1, 3))
+    then = snapshot(model, optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optim": state}
+    written = dcp.async_save(saved, checkpoint_id=directory, process_group=group)
+    train(model, optimizer, range(3, 6))
+    written.result()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return then, snapshot(model, optimizer)
+
+
+def test_saved_while_training_goes_on(pool: Any, tmp_path: Path) -> None:
+    for then, found in pool.run(train_while_saving, str(tmp_path), world=2):
+        assert all(torch.equal(found[key], value) for key, value in then.items())
+
+
+def load_what_one_rank_cut(rank: int, world: int, directory: str) -> tuple[str, str]:
+    """What a damaged file of another rank, and missing metadata, are to this one."""
+    model = by_mesh(whole_tensors(SHAPES, 0), (world,))
+    optimizer = optimizer_for(model, "muon", **EXACT)
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=directory)
+    found = []
+    for file in (next(Path(directory).glob("__1_*.distcp")), Path(directory) / ".metadata"):
+        if rank == 0:
+            os.truncate(file, file.stat().st_size // 2)
+        torch.distributed.barrier()
+        with pytest.raises(BaseException) as error:  # noqa: PT011 - torch's, of several kinds
+            dcp.load(state, checkpoint_id=directory)
+        found.append(type(error.value).__name__)
+    return tuple(found)
+
+
+def test_cut_short_by_one_rank_is_an_error_on_all(pool: Any, tmp_path: Path) -> None:
+    names = pool.run(load_what_one_rank_cut, str(tmp_path), world=2)
+    assert names == [("CheckpointException", "CheckpointException")] * 2
+
+
+def test_an_option_that_an_older_checkpoint_lacks_stays() -> None:
+    """And state of a parameter that has had no step, an empty entry, is that of the beginning."""
+    layer = nn.Linear(4, 6, bias=False)
+    optimizer = WHOLE["dion"][0](layer.parameters(), lr=0.1, cautious=True)
+    first = copy.deepcopy(optimizer.state_dict())
+    layer.weight.grad = torch.randn(6, 4)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for name in ("cautious", "nonfinite"):
+        del saved["param_groups"][0][name]
+    optimizer.load_state_dict({**saved, "state": {0: {}}})
+    assert optimizer.param_groups[0]["cautious"] is True
+    torch.testing.assert_close(optimizer.state_dict()["state"], first["state"], rtol=0, atol=0)

@@ -191,6 +191,35 @@ def test_a_compiled_step_follows(pool: Any) -> None:
         assert max(errors) < 1e-4, errors
 
 
+def shard_after_building(rank: int, world: int, look: bool) -> tuple[float, int, int]:
+    """The optimizer is built on a whole model, and then its groups get the shards."""
+    model = Net()
+    optimizer = ortho_func.NorMuon(model.parameters(), beta2=0.9, **HYPER, **EXACT)
+    numbers = {p: n for n, p in enumerate(model.parameters())}
+    for layer in (model.up, model.down, model):
+        fully_shard(layer)
+    new = list(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [new[numbers[p]] for p in group["params"]]
+    if look:  # as a wrapper does before the first step
+        optimizer.load_state_dict(optimizer.state_dict())
+    follower = Follower(model, "normuon")
+    for step in range(3):
+        backward(model, rank, step)
+        follower.step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return follower.error(model), len(optimizer.state), len(new)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_parameters_that_a_wrapper_replaces(pool: Any, look: bool) -> None:
+    """As Accelerate does: the step is planned again, and old state is let go."""
+    for error, held, count in pool.run(shard_after_building, look, world=2):
+        assert error < 1e-4
+        assert held == count
+
+
 def train_in(rank: int, world: int, dtype: torch.dtype, mixed: bool) -> list[float]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mp_policy": policy} if mixed else {}
