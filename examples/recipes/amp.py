@@ -23,7 +23,7 @@ def main(steps: int = 40) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert fell(losses)
     for p in model.parameters():
         assert p.dtype == torch.float32

@@ -27,7 +27,7 @@ def main(steps: int = 40) -> None:
         averaged.update_parameters(model)
         now = [p.detach().clone() for p in model.parameters()]
         by_hand = [old.lerp(p, 1 - DECAY) for old, p in zip(by_hand or now, now, strict=True)]
-        losses.append(float(loss_of(averaged, x, y)))
+        losses.append(loss_of(averaged, x, y).item())
     assert fell(losses)
     for mean, expected in zip(averaged.module.parameters(), by_hand, strict=True):
         torch.testing.assert_close(mean.detach(), expected)

@@ -33,7 +33,7 @@ def run(shard: bool, steps: int) -> tuple[list[float], list[float]]:
         norms.append(float(norm.full_tensor() if shard else norm))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, norms
 
 

@@ -46,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
