@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from small import groups, small_model, train
@@ -25,24 +24,28 @@ def build(seed: int) -> tuple[nn.Module, NorMuon]:
 
 
 def main(steps: int = 5) -> None:
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
+    with tempfile.TemporaryDirectory() as mine:
+        folder = [mine]
+        dist.broadcast_object_list(folder)  # rank 0's
+        save_and_resume(folder[0], steps)
+        dist.barrier()
 
+
+def save_and_resume(folder: str, steps: int) -> None:
     model, optimizer = build(seed=0)
     train(model, optimizer, steps)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder[0])
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     expected = train(model, optimizer, steps)
 
     model, optimizer = build(seed=1)  # other weights, empty state
     weights, state = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": state}
-    dcp.load(saved, checkpoint_id=folder[0])
+    dcp.load(saved, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
     )
-    found = train(model, optimizer, steps)
-    assert torch.equal(torch.tensor(found), torch.tensor(expected))
+    assert train(model, optimizer, steps) == expected
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python examples/recipes/with_accelerate.py
     torchrun --standalone --nproc-per-node 2 examples/recipes/with_accelerate.py
 
-In several processes the model is sharded by the FSDP2 plugin. ``prepare`` then puts the shards in
-the place of the parameters that the optimizer was built of, and the next step is planned of those.
+In several processes the model is sharded by the FSDP2 plugin (on CPUs Accelerate leaves it aside
+and wraps the model in DDP). ``prepare`` then puts the shards in the place of the parameters that
+the optimizer was built of, and the next step is planned of those.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ EXACT = {"compute_dtype": torch.float32, "wire_dtype": torch.float32}
 def main(steps: int = 15) -> None:
     sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), fsdp_plugin=plugin, gradient_accumulation_steps=2
+    )
     model = small_model()
     optimizer = NorMuon(groups(model), lr=0.05, **EXACT)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)

@@ -36,7 +36,9 @@ def build(model: torch.nn.Module) -> tuple[Any, Any]:
         implementation="for-loop",
         param_groups=[
             ParamGroupConfig(pattern=r"bias|^4", optimizer_name="NorMuon", optimizer_kwargs=rest),
-            ParamGroupConfig(pattern=r".*", optimizer_name="NorMuon", optimizer_kwargs={"lr": 0.05}),
+            ParamGroupConfig(
+                pattern=r".*", optimizer_name="NorMuon", optimizer_kwargs={"lr": 0.05}
+            ),
         ],
     )
     optimizers = Container(config, model_parts=[model])

@@ -366,9 +366,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                 loss = closure()
         built = self._built
         assert built is not None
-        if not torch.compiler.is_compiling() and (
-            built.key != self._key() or self._other_params()
-        ):
+        if not torch.compiler.is_compiling() and (built.key != self._key() or self._other_params()):
             self._build()
             built = self._built
             assert built is not None
