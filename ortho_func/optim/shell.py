@@ -499,7 +499,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """As in ``torch.optim``; state keeps the dtype and the storage that it has here.
 
         An option that a saved group lacks stays as it is here. State of a parameter that needs
-        no gradient may be absent, as ``set_state_dict`` leaves it out; it stays as well.
+        no gradient may be absent, as ``set_state_dict`` leaves it out; it stays as well. An entry
+        that is there and empty is of a parameter that has had no step: its state begins anew.
 
         Raises:
             ValueError: state lacks something or has another shape; then nothing was changed.
