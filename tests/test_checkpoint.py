@@ -549,7 +549,7 @@ def test_cut_short_by_one_rank_is_an_error_on_all(pool: Any, tmp_path: Path) -> 
 
 
 def test_an_option_that_an_older_checkpoint_lacks_stays() -> None:
-    """And state of a parameter that has had no step, an empty entry, is that of the beginning."""
+    """And state of a parameter that has had no step, None, is that of the beginning."""
     layer = nn.Linear(4, 6, bias=False)
     optimizer = WHOLE["dion"][0](layer.parameters(), lr=0.1, cautious=True)
     first = copy.deepcopy(optimizer.state_dict())
@@ -558,6 +558,6 @@ def test_an_option_that_an_older_checkpoint_lacks_stays() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     for name in ("cautious", "nonfinite"):
         del saved["param_groups"][0][name]
-    optimizer.load_state_dict({**saved, "state": {0: {}}})
+    optimizer.load_state_dict({**saved, "state": {0: None}})
     assert optimizer.param_groups[0]["cautious"] is True
     torch.testing.assert_close(optimizer.state_dict()["state"], first["state"], rtol=0, atol=0)

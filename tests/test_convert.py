@@ -115,7 +115,7 @@ def test_several_state_dicts_are_numbered_through() -> None:
     model = model_of(TORCH)
     one = from_torch(*(optimizer.state_dict() for optimizer in torchs(model)))
     assert [group["params"] for group in one["param_groups"]] == [[0, 1, 2], [3, 4]]
-    assert one["state"] == {n: {} for n in range(5)}
+    assert one["state"] == dict.fromkeys(range(5))
 
 
 def sharded_torch(rank: int, world: int, directory: str) -> float:

@@ -112,7 +112,7 @@ class _Reader:
 
 
 def _converted(state_dict: Mapping[str, Any], reader: Callable[[Group], _Reader]) -> dict[str, Any]:
-    state: dict[Any, dict[str, Any]] = {}
+    state: dict[Any, dict[str, Any] | None] = {}  # None: no step yet
     groups = []
     for group in state_dict["param_groups"]:
         read = reader(group)
@@ -121,7 +121,7 @@ def _converted(state_dict: Mapping[str, Any], reader: Callable[[Group], _Reader]
         for key in group["params"]:
             old = state_dict["state"].get(key)
             try:
-                state[key] = read.state(old) if old else {}  # nothing: no step yet
+                state[key] = read.state(old) if old else None
             except KeyError as error:
                 algorithm = read.options["algorithm"]
                 raise ValueError(f"state of {key} has no {error}, as {algorithm} has it.") from None

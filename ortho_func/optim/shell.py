@@ -499,8 +499,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         """As in ``torch.optim``; state keeps the dtype and the storage that it has here.
 
         An option that a saved group lacks stays as it is here. State of a parameter that needs
-        no gradient may be absent, as ``set_state_dict`` leaves it out; it stays as well. An entry
-        that is there and empty is of a parameter that has had no step: its state begins anew.
+        no gradient may be absent, as ``set_state_dict`` leaves it out; it stays as well. None
+        instead of a parameter's state is that of one that has had no step: it begins anew.
 
         Raises:
             ValueError: state lacks something or has another shape; then nothing was changed.
@@ -511,6 +511,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         before = {p: dict(self.state[p]) for p in self._params()}
         kept = [dict(group) for group in self.param_groups]
         filled = dict(state_dict)
+        filled["state"] = {key: one for key, one in state_dict["state"].items() if one is not None}
         if len(state_dict["param_groups"]) == len(kept):
             filled["param_groups"] = [
                 {**mine, **saved, **{name: mine[name] for name in _AS_TEXT if name in mine}}
@@ -530,10 +531,9 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(groups):
             params = self.param_groups[number]["params"]
             for index, name, p in zip(group["params"], self._names(number), params, strict=False):
-                raw = state_dict["state"].get(index)
-                if raw == {} or (raw is None and not p.requires_grad):
+                raw = state_dict["state"].get(index, {} if p.requires_grad else None)
+                if raw is None:
                     continue
-                raw = raw or {}
                 for key, mine in self.state[p].items():
                     if not isinstance(mine, Tensor):
                         continue
@@ -561,7 +561,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         groups = [group for group in self.param_groups for _ in group["params"]]
         for index, p, group in zip(order, self._params(), groups, strict=True):
             raw = state_dict["state"].get(index, {})
-            if raw == {} and index in state_dict["state"]:  # no step yet
+            if raw is None:
                 raw = {name: make(p) for name, make in _first_states(group).items()}
             for name, mine in before[p].items():
                 if not isinstance(mine, Tensor):
