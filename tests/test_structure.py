@@ -92,7 +92,6 @@ SIBLINGS = {
     "primitives.orthogonalize": {"iterations"},
     "primitives.teamwork": {"iterations", "momentum", "normalization", "orthogonalize", "roots"},
     "primitives.packing": {"foreach"},
-    "primitives.rounding": {"scaling"},
     "primitives.scaling": {"foreach", "momentum"},
     "algorithms.normuon": {"muon"},
     "algorithms.dion3": {"dion2"},

@@ -79,7 +79,6 @@ class DionRule(_Dion):
             nonfinite=self.nonfinite,
             momentum_dtype=self.momentum_dtype,
             variance_dtype=self.variance_dtype,
-            compensated=self.compensated,
         )
 
     def cost(self, share: float = 1.0) -> FactorCost:

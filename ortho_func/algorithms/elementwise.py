@@ -13,7 +13,6 @@ from ortho_func.algorithms.adamw import adamw_
 from ortho_func.algorithms.lion import lion_step
 from ortho_func.algorithms.nonfinite import finite_elements
 from ortho_func.algorithms.rule import Hyper
-from ortho_func.primitives.rounding import compensated_sum, unrounded
 
 __all__ = ["AdamWRule", "ElementRule", "LionRule"]
 
@@ -26,8 +25,7 @@ class ElementRule:
 
     `state` says of what shape each state tensor is: "param", or "scalar" in fp32; the two dtypes
     are those of averages of gradients and of their squares, None that of the parameter. With
-    `nonfinite="skip"` an element that would not be finite, or its state, stays as it was. With
-    `compensated`, "residual" is what rounding left of the parameter.
+    `nonfinite="skip"` an element that would not be finite, or its state, stays as it was.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -36,14 +34,9 @@ class ElementRule:
     momentum_dtype: torch.dtype | None = None
     variance_dtype: torch.dtype | None = None
     nonfinite: str = "propagate"
-    compensated: bool = False
 
     name: ClassVar[str]
     state: ClassVar[dict[str, str]]
-
-    def __post_init__(self) -> None:
-        if self.compensated:
-            object.__setattr__(self, "state", {**type(self).state, "residual": "param"})
 
     def write_(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
@@ -55,7 +48,7 @@ class ElementRule:
         self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
     ) -> None:
         """One step, written in place."""
-        if self.nonfinite == "skip" or self.compensated:
+        if self.nonfinite == "skip":
             self._chosen_step_(params, grads, state, hyper, None)
         else:
             self.write_(params, grads, state, hyper)
@@ -83,11 +76,8 @@ class ElementRule:
         if not params:
             return
         kept = [{name: tensor.clone() for name, tensor in one.items()} for one in state]
-        if self.compensated:
-            moved = self._unrounded_step_(params, grads, kept, hyper)
-        else:
-            moved = [p.clone() for p in params]
-            self.write_(moved, grads, kept, hyper)
+        moved = [p.clone() for p in params]
+        self.write_(moved, grads, kept, hyper)
         masks: list[Tensor | None] = [None] * len(params) if present is None else [*present]
         counted, elements = masks, masks
         if self.nonfinite == "skip":
@@ -99,20 +89,6 @@ class ElementRule:
         for name, kind in self.state.items():
             chosen = counted if kind == "scalar" else elements
             _put_([one[name] for one in state], [one[name] for one in kept], chosen)
-
-    def _unrounded_step_(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], state: States, hyper: Hyper
-    ) -> list[Tensor]:
-        """The new parameters; of what was carried along, and is again, the state is written."""
-        whole = [unrounded(p, one["residual"]) for p, one in zip(params, state, strict=True)]
-        moved = [x.clone() for x in whole]
-        self.write_(moved, [g.to(x.dtype) for g, x in zip(grads, moved, strict=True)], state, hyper)
-        found = [
-            compensated_sum(p, one["residual"], x - before)
-            for p, one, x, before in zip(params, state, moved, whole, strict=True)
-        ]
-        torch._foreach_copy_([one["residual"] for one in state], [r for _, r in found])
-        return [x for x, _ in found]
 
     def _finite(self, moved: Tensor, state: dict[str, Tensor]) -> Tensor:
         found = [state[name] for name, kind in self.state.items() if kind == "param"]

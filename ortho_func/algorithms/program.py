@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ortho_func.algorithms.legs import Leg, Subject
 from ortho_func.algorithms.nonfinite import finite_or_nan, finite_step
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
 from ortho_func.factors import held
 from ortho_func.pipeline import Sum, Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
-from ortho_func.primitives.rounding import compensated_sum, unrounded
-from ortho_func.primitives.scaling import Descent, widen
+from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Batch, Entry, Route, routes
 from ortho_func.shares import Within, within
 from ortho_func.wire import Sided
@@ -481,8 +480,6 @@ class _Active:
             return
         masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
-        if self.rule.compensated and self.rule.then is None:
-            step, new = self.unrounded(step, new, old)
         if self.rule.nonfinite == "skip" and self.rule.then is None:
             new = {**sent.state, **new}
             kept = {name: self.state(name) for name in new}
@@ -499,20 +496,6 @@ class _Active:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
-
-    def unrounded(
-        self, step: Step, new: dict[str, list[Tensor]], params: list[Tensor]
-    ) -> tuple[Step, dict[str, list[Tensor]]]:
-        """What to add so that nothing is lost to rounding, and what is carried along."""
-        residuals = self.state("residual")
-        whole = [unrounded(p, r) for p, r in zip(params, residuals, strict=True)]
-        updates = step.updates(whole) if isinstance(step, Descent) else step
-        found = [
-            compensated_sum(p, r, u.reshape(p.shape))
-            for p, r, u in zip(params, residuals, updates, strict=True)
-        ]
-        moves = [widen(x) - widen(p) for (x, _), p in zip(found, params, strict=True)]
-        return moves, {**new, "residual": [r for _, r in found]}
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks

@@ -147,7 +147,6 @@ class MatrixRule:
     nonfinite: str = field(default="propagate", kw_only=True)
     momentum_dtype: torch.dtype | None = field(default=None, kw_only=True)
     variance_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    compensated: bool = field(default=False, kw_only=True)
     # For shares of matrices that are owned by teams: the whole matrices' rows and columns.
     team: tuple[int, int] | None = field(default=None, kw_only=True)
 
@@ -163,10 +162,6 @@ class MatrixRule:
     early: ClassVar[bool] = False  # whether `emit_` writes state
     carried: ClassVar[str] = ""  # under which name of `state` the leg before's results come
     default_adjust: ClassVar[str | None] = None  # what adjust_lr_fn=None means
-
-    def __post_init__(self) -> None:
-        if self.compensated:  # an instance's own, beside what its class keeps
-            object.__setattr__(self, "state", {**type(self).state, "residual": "param"})
 
     @property
     def then(self) -> MatrixRule | None:

@@ -25,7 +25,6 @@ class Options(TypedDict, total=False):
     ns_steps: int | None
     eps: float
     cautious: bool
-    compensated: bool
     nonfinite: str
     flatten: bool | None
     split_sizes: Sequence[int] | None
@@ -65,9 +64,6 @@ class Muon(OrthogonalOptimizer):
         eps: as in ``torch.optim.Muon``; the orthogonalizers scale by the matrix's own norm and
             need none, NorMuon adds it to √V.
         cautious: decay only where update and parameter agree in sign.
-        compensated: for parameters in bfloat16 without a copy in float32: what rounding leaves of a
-            parameter is state, `residual` in its dtype, and counts in the next step. Otherwise
-            1 − 0.001 stays 1, and updates of less than 2⁻⁹ of a weight are lost.
         nonfinite: what becomes of a matrix in whose gradient or momentum something is not finite:
             "propagate", it becomes NaN, as in torch; "skip", the step leaves it and its state as
             they were, on all ranks alike and without another collective. Under AdamW or Lion the
@@ -132,7 +128,6 @@ class Muon(OrthogonalOptimizer):
         ns_steps: int | None = None,
         eps: float = 1e-7,
         cautious: bool = False,
-        compensated: bool = False,
         nonfinite: str = "propagate",
         flatten: bool | None = None,
         split_sizes: Sequence[int] | None = None,
@@ -162,7 +157,6 @@ class Muon(OrthogonalOptimizer):
             ns_steps=ns_steps,
             eps=eps,
             cautious=cautious,
-            compensated=compensated,
             nonfinite=nonfinite,
             flatten=flatten,
             split_sizes=split_sizes,

@@ -58,7 +58,6 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": None,
     "eps": 1e-7,
     "cautious": False,
-    "compensated": False,
     "nonfinite": "propagate",
     "betas": (0.9, 0.95),
     "adam_eps": 1e-8,
@@ -83,7 +82,7 @@ _RANGES: dict[str, tuple[float, bool, float, bool]] = {
     "rank_fraction": (0.0, False, 1.0, True),
 }
 _TENSORS = ("lr", "weight_decay", "momentum", "beta2")
-_FLAGS = ("nesterov", "cautious", "compensated")
+_FLAGS = ("nesterov", "cautious")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -231,7 +230,6 @@ def element_rule_of(group: Mapping[str, Any]) -> ElementRule:
         group.get("momentum_dtype"),
         group.get("variance_dtype"),
         group.get("nonfinite", "propagate"),
-        group.get("compensated", False),
     )
 
 
@@ -244,10 +242,10 @@ def reading_of(group: Mapping[str, Any]) -> Reading:
 def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a group is built into the step: a change means building it again."""
     names = (
-        "algorithm", "nesterov", "cautious", "compensated", "adjust_lr_fn", "orthogonalizer",
-        "ns_steps", "eps", "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes",
-        "num_heads", "fraction", "selection", "rank_fraction", "betas", "adam_eps",
-        "momentum_dtype", "variance_dtype",
+        "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
+        "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads",
+        "fraction", "selection", "rank_fraction", "betas", "adam_eps", "momentum_dtype",
+        "variance_dtype",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)
