@@ -393,6 +393,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             self._step_eager(built, Record([]))
         else:
             self._step_recorded(built)
+        advance_([self.state[p] for p in built.params])
         return loss
 
     def _hypers(self) -> list[dict[str, Any]]:
@@ -443,27 +444,25 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                     )
             record.others = "written"
 
-        state = self._local_state(built.matrices)
         if built.program is None:
             elementwise()
-        else:
-            gauges = None if built.watch is None else built.watch.begin()
-            matrix_step(
-                built.program,
-                [local(p) for p in built.matrices],
-                [
-                    g if self._moves(p) else None
-                    for p, g in zip(built.matrices, self._gradients(built.matrices), strict=True)
-                ],
-                state,
-                hypers,
-                record,
-                meanwhile=elementwise,
-                gauges=gauges,
-            )
-            if built.watch is not None and gauges is not None:
-                built.watch.end_(gauges)
-        advance_([*state, *self._local_state([p for g in built.elementwise for p in g.params])])
+            return
+        gauges = None if built.watch is None else built.watch.begin()
+        matrix_step(
+            built.program,
+            [local(p) for p in built.matrices],
+            [
+                g if self._moves(p) else None
+                for p, g in zip(built.matrices, self._gradients(built.matrices), strict=True)
+            ],
+            self._local_state(built.matrices),
+            hypers,
+            record,
+            meanwhile=elementwise,
+            gauges=gauges,
+        )
+        if built.watch is not None and gauges is not None:
+            built.watch.end_(gauges)
 
     def _step_compiled(self, built: _Built) -> None:
         assert built.traced is not None
@@ -724,15 +723,14 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
 
         if program is None:
             elementwise()
-        else:
-            gauges = None if watch is None else watch.begin()
-            matrix_step(
-                program, params, grads, state, hypers, InPlace(),
-                present=present, meanwhile=elementwise, gauges=gauges,
-            )  # fmt: skip
-            if watch is not None and gauges is not None:
-                watch.end_(gauges)
-        advance_([*state, *other_state])
+            return
+        gauges = None if watch is None else watch.begin()
+        matrix_step(
+            program, params, grads, state, hypers, InPlace(),
+            present=present, meanwhile=elementwise, gauges=gauges,
+        )  # fmt: skip
+        if watch is not None and gauges is not None:
+            watch.end_(gauges)
 
     # Code of its own: torch counts recompilations by code object, over all optimizers otherwise.
     whole_step.__code__ = whole_step.__code__.replace()
