@@ -13,7 +13,7 @@ from ortho_func.algorithms.gradients import (
 )
 from ortho_func.algorithms.matrixwise import on_whole_matrices
 from ortho_func.algorithms.pointwise import adamw, lion
-from ortho_func.algorithms.transform import Transform, apply_updates, elementwise
+from ortho_func.algorithms.transform import Transform, apply_compensated, apply_updates, elementwise
 from ortho_func.geometry import Reading
 from ortho_func.optim.memory import state_bytes
 from ortho_func.optim.optimizers import Dion, Dion2, Dion3, Muon, NorMuon
@@ -24,6 +24,8 @@ from ortho_func.primitives.orthogonalize import gram_newton_schulz, newton_schul
 from ortho_func.primitives.packing import pack, unpack
 from ortho_func.primitives.padding import narrow, pad_to_max
 from ortho_func.primitives.qk_clip import qk_clip, qk_clip_
+from ortho_func.primitives.rounding import compensated_add, random_bits, stochastic_round
+from ortho_func.primitives.spectrum import extreme_singular_values
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,13 +42,16 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "all_to_all",
+    "apply_compensated",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "compensated_add",
     "dion",
     "dion2",
     "dion3",
     "elementwise",
+    "extreme_singular_values",
     "gram_newton_schulz",
     "inject",
     "lion",
@@ -64,10 +69,12 @@ __all__ = [
     "plan",
     "qk_clip",
     "qk_clip_",
+    "random_bits",
     "scale",
     "scale_by_schedule",
     "schedules",
     "state_bytes",
     "stateless",
+    "stochastic_round",
     "unpack",
 ]

@@ -44,6 +44,7 @@ __all__ = [
     "StackBox",
     "Sums",
     "aligned",
+    "box_here",
     "check_process_group",
     "domain_group",
     "group_over",
@@ -481,6 +482,12 @@ def layout_of(
         raise ValueError(f"{name} of shape {shape}: {error}") from None
     _check_shard(tensor, layout, name)
     return layout
+
+
+def box_here(tensor: Tensor) -> Box:
+    """Which box of a parameter this rank holds: all of it unless it is a DTensor."""
+    layout = layout_of(tensor)
+    return layout.boxes[layout.domain.ranks.index(this_rank())]
 
 
 def _is_layout(placement: Any) -> bool:

@@ -44,7 +44,11 @@ class Lane(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The matrices of one slab that this rank orthogonalizes, as one [count, rows, cols]."""
+    """The matrices of one slab that this rank orthogonalizes, as one [count, rows, cols].
+
+    `members` says which they are: the plan's parameter, and which of its matrices. Zero matrices
+    that fill up a batch come after them.
+    """
 
     group: int
     rows: int
@@ -52,6 +56,7 @@ class Batch(NamedTuple):
     count: int  # type: ignore[assignment]  # not tuple.count
     grid: Grid | None
     sides: tuple[str, ...]  # "row" or "col"
+    members: tuple[tuple[int, int], ...] = ()
 
 
 class Entry(NamedTuple):
@@ -207,7 +212,15 @@ class _Router:
             home=tuple(self._segment(me, owner, returning=True) for owner in near),
             passed=tuple(received.values()),
             batches=tuple(
-                Batch(slab.group, slab.rows, slab.cols, len(owned[me]), slab.grid, kinds)
+                Batch(
+                    slab.group,
+                    slab.rows,
+                    slab.cols,
+                    len(owned[me]),
+                    slab.grid,
+                    kinds,
+                    tuple((m.param, m.index) for m in owned[me] if m.param != NOTHING),
+                )
                 for slab, owned, kinds in zip(
                     self.bucket.slabs, self.owned, self.kinds, strict=True
                 )

@@ -39,6 +39,7 @@ SHARED_PRIMITIVES = {
     "normalization",
     "orthogonalize",
     "roots",
+    "rounding",
     "scaling",
 }
 
@@ -93,11 +94,14 @@ SIBLINGS = {
     "primitives.teamwork": {"iterations", "momentum", "normalization", "orthogonalize", "roots"},
     "primitives.packing": {"foreach"},
     "primitives.scaling": {"foreach", "momentum"},
+    "primitives.spectrum": {"rounding", "scaling"},
+    "algorithms.gauges": {"legs"},
     "algorithms.normuon": {"muon"},
     "algorithms.dion3": {"dion2"},
     "algorithms.elementwise": {"adamw", "lion", "nonfinite"},
     "algorithms.pointwise": {"adamw", "lion", "nonfinite"},
-    "algorithms.program": {"legs", "nonfinite"},
+    "algorithms.program": {"gauges", "legs", "nonfinite", "writes"},
+    "algorithms.transform": {"writes"},
     "algorithms.legs": {"teams"},
     "algorithms.local": {"legs", "nonfinite"},
     "algorithms.distributed": {"legs", "program"},
@@ -111,7 +115,7 @@ SIBLINGS = {
         "nonfinite",
         "normuon",
     },
-    "optim.shell": {"agreement", "inplace", "options", "reduction"},
+    "optim.shell": {"agreement", "inplace", "options", "reduction", "watching", "writing"},
     "optim.optimizers": {"shell"},
 }
 

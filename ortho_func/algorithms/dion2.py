@@ -79,6 +79,12 @@ class Dion2Rule(MatrixRule):
         o = self.orthogonalizer(gather_slices(x, chosen, dim))
         return scatter_slices(o, chosen, dim, extent), (slice_mask(chosen, extent),)
 
+    def updated_part(self, x: Tensor) -> Tensor:
+        """The slices that were selected: those of an update that are not zero."""
+        dim = -2 if x.shape[-2] <= x.shape[-1] else -1
+        chosen = top_slices(x, slice_count(self.fraction, x.shape[dim]), dim)
+        return gather_slices(x, chosen, dim)
+
     def absorb(
         self,
         params: list[Tensor],
@@ -124,6 +130,10 @@ class LocalDion2Rule(Dion2Rule):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Orthogonalize the union of the shards' slices."""
         return self.orthogonalizer(x), sides
+
+    def updated_part(self, x: Tensor) -> Tensor:
+        """All of it: what was not selected did not travel."""
+        return x
 
     def absorb(
         self,

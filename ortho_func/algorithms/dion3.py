@@ -80,6 +80,10 @@ class Dion3Rule(Dion2Rule):
         kept = variance.scatter(-1, chosen, new.to(variance.dtype))
         return scatter_slices(normal, chosen, -2, rows), (kept, slice_mask(chosen, rows))
 
+    def updated_part(self, x: Tensor) -> Tensor:
+        """The rows that were selected."""
+        return gather_slices(x, top_slices(x, slice_count(self.fraction, x.shape[-2]), -2), -2)
+
     def absorb(
         self,
         params: list[Tensor],
@@ -139,6 +143,10 @@ class LocalDion3Rule(Dion3Rule):
             self.orthogonalizer(x), sides[0], beta2=hyper["beta2"], eps=self.eps
         )
         return normal, (new,)
+
+    def updated_part(self, x: Tensor) -> Tensor:
+        """All of it: what was not selected did not travel."""
+        return x
 
     def absorb(
         self,

@@ -14,7 +14,7 @@ from ortho_func.algorithms.program import Program, Spot, bind, matrix_step
 from ortho_func.algorithms.rule import Hyper, MatrixRule
 from ortho_func.geometry import this_rank
 from ortho_func.plan import Plan
-from ortho_func.primitives.scaling import Descent
+from ortho_func.primitives.scaling import Descent, widen
 
 __all__ = ["program_of", "shard_step"]
 
@@ -82,6 +82,9 @@ class _Collected:
 
     def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
         self.put_updates(spots, params, descent.updates(params))
+
+    def put_params(self, spots: list[Spot], params: list[Tensor], new: list[Tensor]) -> None:
+        self.put_updates(spots, params, [widen(y) - x for x, y in zip(params, new, strict=True)])
 
     def update(self, param: int) -> Tensor:
         return _joined(self.updates[param])

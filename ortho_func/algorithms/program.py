@@ -13,10 +13,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ortho_func.algorithms.gauges import Gauges, Meter, make_meter
 from ortho_func.algorithms.legs import Leg, Subject
 from ortho_func.algorithms.nonfinite import finite_or_nan, finite_step
-from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule
+from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, Step
+from ortho_func.algorithms.writes import (
+    COMPENSATION,
+    KEY,
+    Written,
+    places_in,
+    remembers,
+    widened,
+    written,
+)
 from ortho_func.factors import held
+from ortho_func.geometry import Box
 from ortho_func.pipeline import Sum, Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
 from ortho_func.primitives.scaling import Descent
@@ -24,7 +35,7 @@ from ortho_func.routing import Batch, Entry, Route, routes
 from ortho_func.shares import Within, within
 from ortho_func.wire import Sided
 
-__all__ = ["Program", "Sink", "Spot", "bind", "matrix_step", "one_device"]
+__all__ = ["Program", "Sink", "Spot", "bind", "matrix_step", "meter_of", "one_device"]
 
 
 class Spot(NamedTuple):
@@ -60,6 +71,9 @@ class Sink(Protocol):
     def descend(self, spots: list[Spot], params: list[Tensor], descent: Descent) -> None:
         """A step of these spots, not yet taken."""
 
+    def put_params(self, spots: list[Spot], params: list[Tensor], new: list[Tensor]) -> None:
+        """New values of these spots of parameters, in their dtypes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Trip:
@@ -75,11 +89,13 @@ class Trip:
 class Program:
     """One process's step over the matrices of some parameters.
 
-    `params` and `places` are the caller's: what was planned, and where this process holds it.
+    `params` and `places` are the caller's: what was planned, and where this process holds it;
+    `boxes` says which box of each.
     """
 
     params: tuple[ParamSpec, ...]
     places: tuple[Place, ...]
+    boxes: tuple[Box, ...]
     trips: tuple[Trip, ...]
     away: torch.device | None = None  # where matrices travel and are whole, if not at the shards
 
@@ -114,7 +130,9 @@ def bind(
     device = one_device(devices if work_devices is None else work_devices)
     trips = tuple(_trip(leg, params, rank, places, device) for leg in legs)
     away = device if any(home != device for home in devices) else None
-    return Program(tuple(params), tuple(places), trips, away)
+    layouts = [spec.layout for spec in params]
+    boxes = tuple(layout.boxes[layout.domain.ranks.index(rank)] for layout in layouts)
+    return Program(tuple(params), tuple(places), boxes, trips, away)
 
 
 def _trip(
@@ -201,15 +219,43 @@ def _block_numbers(route: Route, entry: Entry) -> list[int]:
     })  # fmt: skip
 
 
+def meter_of(program: Program, names: Sequence[str], *, rank: int) -> Meter:
+    """What reads the gauges of a program's matrices; `names` are its parameters'."""
+    last = program.trips[-1]
+    batches = [
+        (batch, [_scale(program, last.leg, batch.group, *member) for member in batch.members])
+        for route in last.routes
+        for batch in route.batches
+    ]
+    device = program.places[0].device if program.away is None else program.away
+    return make_meter(
+        program.params, program.boxes, program.places, names, batches, last.leg.subjects,
+        rank=rank, device=device,
+    )  # fmt: skip
+
+
+def _scale(program: Program, leg: Leg, group: int, param: int, index: int) -> float:
+    """The shape scale of lr of a matrix of a leg's plan."""
+    subject, rule = leg.subjects[param], leg.rules[group]
+    if subject.part is not None:
+        return rule.scale(subject.part.rows // subject.part.blocks, subject.part.cols)
+    spec = program.params[subject.param]
+    _, rows, cols = spec.reading.dims(spec.layout.shape)
+    blocks = spec.reading.blocks(rows)
+    return rule.scale(blocks[index % len(blocks)][1], cols)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a step is given: see `matrix_step`."""
 
+    program: Program
     params: Sequence[Tensor]
     grads: Sequence[Tensor | None]
     state: Sequence[dict[str, Tensor]]
     hypers: Sequence[Hyper]
     present: Sequence[Tensor] | None
+    gauges: Gauges | None
 
 
 def matrix_step(
@@ -222,6 +268,7 @@ def matrix_step(
     *,
     present: Sequence[Tensor] | None = None,
     meanwhile: Callable[[], None] | None = None,
+    gauges: Gauges | None = None,
 ) -> None:
     """One step over every matrix of a program.
 
@@ -235,8 +282,9 @@ def matrix_step(
         present: 0-d bools, by parameter, whether it has a gradient: what None says, as tensors, so
             that a compiled step serves every set of missing gradients. Then no gradient is None.
         meanwhile: work to do while the first exchange is under way.
+        gauges: collect what the step does to each matrix.
     """
-    given = Inputs(params, grads, state, hypers, present)
+    given = Inputs(program, params, grads, state, hypers, present, gauges)
     carried: Carried = {}
     for number, trip in enumerate(program.trips):
         carried = _run_trip(
@@ -306,8 +354,12 @@ def _run_trip(
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         rule, hyper = trip.leg.rules[batch.group], given.hypers[trip.leg.hyper_of[batch.group]]
         if rule.nonfinite == "skip":
-            return finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
-        return rule.whole(x, sides, hyper)
+            found = finite_or_nan(lambda x: rule.whole(x, sides, hyper), x)
+        else:
+            found = rule.whole(x, sides, hyper)
+        if given.gauges is not None and rule.then is None:
+            given.gauges.owner(batch, rule.updated_part(found[0]))
+        return found
 
     def together(route: Route, found: list[Sided], total: Sum) -> list[Sided]:
         rule = trip.leg.rules[route.batches[0].group]  # the same for all: they share a team's sums
@@ -480,14 +532,18 @@ class _Active:
             return
         masks, old = self.masks, self.params()
         step, new = self.rule.absorb(old, results, sides, sent, self.hyper, self.frames)
+        directed = step
         if self.rule.nonfinite == "skip" and self.rule.then is None:
             new = {**sent.state, **new}
             kept = {name: self.state(name) for name in new}
-            step, new = finite_step(step, new, old, results, self.frames, kept)
+            known = self.widened(old)
+            step, new = finite_step(step, new, known, results, self.frames, kept)
         if self.rule.then is not None:
             assert not isinstance(step, Descent)
             for entry, value in zip(self.entries, step, strict=True):
                 passed.setdefault(entry.item.param, {})[entry.first] = value
+        elif any(remembers(self.given.state[subject.param]) for subject in self.subjects):
+            self.write(old, step)
         elif isinstance(step, Descent) and masks is None:
             self.sink.descend(self.spots(), old, step)
         else:
@@ -496,6 +552,49 @@ class _Active:
                 updates = [torch.where(m, u, 0) for m, u in zip(masks, updates, strict=True)]
             self.sink.put_updates(self.spots(), old, updates)
         self.put_state(new)
+        if isinstance(directed, Descent) and self.given.gauges is not None:
+            self.measure(directed, self.given.gauges)
+
+    def measure(self, step: Descent, gauges: Gauges) -> None:
+        """Of a step that has been taken: state is what it is now."""
+        momenta, grads = self.state("momentum_buffer"), self.grads()
+        for n, (subject, move) in enumerate(zip(self.subjects, step.moves(), strict=True)):
+            rows = gauges.meter.rows[subject.param]
+            if rows is not None:
+                present = None if self.masks is None else self.masks[n]
+                gauges.shard(self.view(n, rows, "row"), move, momenta[n], grads[n], present)
+
+    def compensations(self) -> list[Tensor | None]:
+        """By entry, what rounding cut off of it until now, if that is kept."""
+        found = [self.given.state[subject.param].get(COMPENSATION) for subject in self.subjects]
+        return [None if held is None else self.view(n, held) for n, held in enumerate(found)]
+
+    def widened(self, params: list[Tensor]) -> list[Tensor]:
+        """The entries' parts of the parameters, as exactly as they are known."""
+        return [widened(*pair) for pair in zip(params, self.compensations(), strict=True)]
+
+    def write(self, params: list[Tensor], step: Step) -> None:
+        """Take a step, with each parameter rounded as its state says."""
+        updates = step.updates(self.widened(params)) if isinstance(step, Descent) else step
+        if self.masks is not None:
+            updates = [torch.where(m, u, 0) for m, u in zip(self.masks, updates, strict=True)]
+        held, spots = self.compensations(), self.spots()
+        after = [self.written(n, x, updates[n], held[n]) for n, x in enumerate(params)]
+        self.sink.put_params(spots, params, [one.value for one in after])
+        pairs = [
+            (spot, old, one.compensation) for spot, old, one in zip(spots, held, after, strict=True)
+        ]
+        kept = [(spot, old, new) for spot, old, new in pairs if old is not None and new is not None]
+        if kept:
+            where, old, new = (list(column) for column in zip(*kept, strict=True))
+            self.sink.put_state(COMPENSATION, where, old, new)
+
+    def written(self, number: int, x: Tensor, update: Tensor, held: Tensor | None) -> Written:
+        subject, program = self.subjects[number], self.given.program
+        state, spec = self.given.state[subject.param], program.params[subject.param]
+        terms = places_in(state, spec.layout.shape, program.boxes[subject.param])
+        place = [self.view(number, term) for term in terms]
+        return written(x, update, held, state.get(KEY), place)
 
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks

@@ -264,6 +264,10 @@ class MatrixRule:
         shares = orthogonalize_in_team(x, self.iteration, tall=self.tall)
         return followed_by(shares, lambda o: (o, sides))
 
+    def updated_part(self, x: Tensor) -> Tensor:
+        """Of what `whole` made of matrices, what is no zero by design, [n, R', C']."""
+        return x
+
     def absorb(
         self,
         params: list[Tensor],

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ortho_func.geometry import like, local
+from ortho_func.algorithms.writes import written
+from ortho_func.geometry import box_here, like, local
 from ortho_func.primitives.momentum import Scalar
-from ortho_func.primitives.scaling import widen
+from ortho_func.primitives.rounding import positions
 
 __all__ = [
     "Hyperparameter",
     "Transform",
     "Tree",
     "Update",
+    "apply_compensated",
     "apply_updates",
     "check_epsilon",
     "check_flags",
@@ -71,12 +73,15 @@ class Transform(NamedTuple):
     hyper: frozenset[str] = frozenset()
 
 
-def apply_updates(params: Tree, updates: Tree) -> Tree:
+def apply_updates(params: Tree, updates: Tree, *, rounding_key: Tensor | None = None) -> Tree:
     """New parameters, X + U, summed in fp32 at least and rounded once to X's dtype.
 
     Args:
         params: a pytree of floating tensors.
         updates: of the same structure; None leaves a parameter as it is.
+        rounding_key: round what is bf16 at random, right in the mean, and draw the bits by this
+            0-d int64, another one in each step: the state's `steps`, say. Equal keys give equal
+            bits, on replicas and on any sharding. None rounds to nearest.
 
     Returns:
         The same structure, dtypes and, of DTensors, placements.
@@ -90,13 +95,59 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """
     leaves, spec = tree_flatten(params)
     moves = spec.flatten_up_to(updates)
-    found = [x if u is None else _sum(x, u) for x, u in zip(leaves, moves, strict=True)]
+    found = []
+    for number, (x, u) in enumerate(zip(leaves, moves, strict=True)):
+        random = rounding_key is not None and x.dtype == torch.bfloat16
+        key = rounding_key + (number << 32) if random and rounding_key is not None else None
+        found.append(x if u is None else _sum(x, u, key))
     return tree_unflatten(found, spec)
 
 
-def _sum(x: Tensor, u: Tensor) -> Tensor:
+def _sum(x: Tensor, u: Tensor, key: Tensor | None) -> Tensor:
     shard = local(x)
-    return like(x, (widen(shard) + local(u)).to(shard.dtype))
+    place: tuple[Tensor, ...] = ()
+    if key is not None:
+        box = box_here(x)
+        place = positions(box.start, box.size, tuple(x.shape), shard.device)
+    return like(x, written(shard, local(u), key=key, place=place).value)
+
+
+def apply_compensated(params: Tree, compensation: Tree, updates: Tree) -> tuple[Tree, Tree]:
+    """New parameters and compensation, of bf16 parameters that are held in two parts.
+
+    S = X + C + U;  X ← bf16(S);  C ← bf16(S − X)
+
+    Args:
+        params: a pytree of floating tensors.
+        compensation: of the same structure: C of bf16 parameters, zeros before the first update;
+            None for those that are rounded to nearest.
+        updates: likewise; None leaves a parameter as it is.
+
+    Returns:
+        The same structures, dtypes and, of DTensors, placements.
+
+    Raises:
+        ValueError: if the structures differ.
+
+    Source: arXiv 2010.06192, section 4.
+
+    Examples:
+        >>> x, c = [torch.ones(1).bfloat16()], [torch.zeros(1).bfloat16()]
+        >>> for _ in range(100):
+        ...     x, c = apply_compensated(x, c, [torch.tensor([-1e-3])])
+        >>> x
+        [tensor([0.8984], dtype=torch.bfloat16)]
+    """
+    leaves, spec = tree_flatten(params)
+    found, kept = list(leaves), spec.flatten_up_to(compensation)
+    for n, u in enumerate(spec.flatten_up_to(updates)):
+        if u is None:
+            continue
+        x, c = leaves[n], kept[n]
+        new = written(local(x), local(u), None if c is None else local(c))
+        found[n] = like(x, new.value)
+        kept[n] = None if new.compensation is None else like(x, new.compensation)
+    return tree_unflatten(found, spec), tree_unflatten(kept, spec)
 
 
 def elementwise(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:

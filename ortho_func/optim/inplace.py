@@ -35,6 +35,10 @@ class InPlace:
         """Take a step."""
         descend_(params, descent)
 
+    def put_params(self, spots: list[Spot], params: list[Tensor], new: list[Tensor]) -> None:
+        """Write new values."""
+        torch._foreach_copy_(params, new)
+
 
 @dataclass
 class Record(InPlace):
@@ -67,6 +71,11 @@ class Record(InPlace):
         """Take a step."""
         self.params |= {spot.param for spot in spots}
         super().descend(spots, params, descent)
+
+    def put_params(self, spots: list[Spot], params: list[Tensor], new: list[Tensor]) -> None:
+        """Write new values."""
+        self.params |= {spot.param for spot in spots}
+        super().put_params(spots, params, new)
 
     def told(self) -> str:
         """What is written of this rank's parameters, in a sentence or two.

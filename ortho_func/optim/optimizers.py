@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     compute_dtype: torch.dtype
     momentum_dtype: torch.dtype | None
     variance_dtype: torch.dtype | None
+    bf16_writes: str
     process_group: Any
     bucket_bytes: int | None
     wire: Wire
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     hops: Hops
     team_size: TeamSize
     reduce_gradients: bool
+    metrics: bool
     compile: bool | dict[str, Any]
 
 
@@ -79,6 +81,12 @@ class Muon(OrthogonalOptimizer):
         variance_dtype: dtype of NorMuon's and Dion3's V (None: float32) and of AdamW's averages
             of squares (None: the parameter's). In bfloat16 an average stands still once it is
             within 2⁻⁹/(1 − β₂) of its goal, 4% at β₂ = 0.95 and everything at 0.999.
+        bf16_writes: how parameters in bfloat16 are rounded: "nearest", by which updates below
+            2⁻⁹ of a parameter are lost; "stochastic", at random to one of the two neighbours, right
+            in the mean (state: 8 bytes a parameter); or "compensated", with what is cut off kept
+            for the next step (state: 2 bytes an element). Random bits follow from a counter in the
+            state and an element's place in its parameter: equal on replicas, in every layout and
+            in a resumed run. Parameters in other dtypes are rounded to nearest.
         process_group: for plain tensors that are replicated over it (DDP).
         bucket_bytes: bound on the matrices that a rank owns in a bucket (a larger one alone
             excepted); by default 64 MiB, on CPUs 8 MiB. With replicas (HSDP, DDP) a rank gets
@@ -101,6 +109,9 @@ class Muon(OrthogonalOptimizer):
             gets the result back, in all as many bytes as an all-reduce of the gradients; other
             parameters' gradients are all-reduced. A missing gradient counts as zero. Call
             ``average_state_()`` on all ranks before saving.
+        metrics: every step measures what it does to each matrix, for ``metrics()``: sixteen
+            products of each update with a vector on its owner, two passes over the shards, and an
+            all-reduce of 28 bytes a matrix.
         compile: compile the whole step as one graph; a dict gives options of ``torch.compile``.
 
     Raises:
@@ -136,6 +147,7 @@ class Muon(OrthogonalOptimizer):
         compute_dtype: torch.dtype = torch.bfloat16,
         momentum_dtype: torch.dtype | None = None,
         variance_dtype: torch.dtype | None = None,
+        bf16_writes: str = "nearest",
         process_group: Any = None,
         bucket_bytes: int | None = None,
         wire: Wire = "auto",
@@ -143,6 +155,7 @@ class Muon(OrthogonalOptimizer):
         hops: Hops = "auto",
         team_size: TeamSize = 1,
         reduce_gradients: bool = False,
+        metrics: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
     ) -> None:
         super().__init__(
@@ -165,6 +178,7 @@ class Muon(OrthogonalOptimizer):
             compute_dtype=compute_dtype,
             momentum_dtype=momentum_dtype,
             variance_dtype=variance_dtype,
+            bf16_writes=bf16_writes,
             process_group=process_group,
             bucket_bytes=bucket_bytes,
             wire=wire,
@@ -172,6 +186,7 @@ class Muon(OrthogonalOptimizer):
             hops=hops,
             team_size=team_size,
             reduce_gradients=reduce_gradients,
+            metrics=metrics,
             compile=compile,
         )
 

@@ -17,6 +17,7 @@ from ortho_func.algorithms.muon import MuonRule
 from ortho_func.algorithms.nonfinite import check_nonfinite
 from ortho_func.algorithms.normuon import NorMuonRule
 from ortho_func.algorithms.rule import MatrixRule, check_state_dtypes
+from ortho_func.algorithms.writes import check_writes
 from ortho_func.geometry import Reading
 from ortho_func.primitives.orthogonalize import get_orthogonalizer
 from ortho_func.primitives.scaling import lr_scale
@@ -68,6 +69,7 @@ DEFAULTS: dict[str, Any] = {
     "compute_dtype": torch.bfloat16,
     "momentum_dtype": None,
     "variance_dtype": None,
+    "bf16_writes": "nearest",
 }
 
 # name -> (lowest, whether it may be reached, highest, whether it may be reached)
@@ -91,6 +93,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if not isinstance(settings["reduce_gradients"], bool):
         asked = settings["reduce_gradients"]
         raise TypeError(f"reduce_gradients must be True or False, got {asked!r}.")
+    if not isinstance(settings.get("metrics", False), bool):
+        raise TypeError(f"metrics must be True or False, got {settings['metrics']!r}.")
+    if settings["reduce_gradients"] and settings.get("metrics", False):
+        raise ValueError(
+            "metrics=True compares updates with gradients, and with reduce_gradients=True no rank "
+            "has the average: choose one of them."
+        )
     if not isinstance(settings["compile"], (bool, dict)):
         raise TypeError(
             "compile must be True, False or a dict of options of torch.compile, got "
@@ -117,6 +126,7 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
         _check_number("betas", beta, _RANGES["beta2"])
     check_state_dtypes(group.get("momentum_dtype"), group.get("variance_dtype"))
     check_nonfinite(group.get("nonfinite", "propagate"))  # not there in an older checkpoint
+    check_writes(group.get("bf16_writes", "nearest"))
     if algorithm in MATRIX_ALGORITHMS:
         _check_matrix_options(group)
     seen: dict[int, str] = {}
@@ -245,7 +255,7 @@ def static_key(group: Mapping[str, Any]) -> tuple[Any, ...]:
         "algorithm", "nesterov", "cautious", "adjust_lr_fn", "orthogonalizer", "ns_steps", "eps",
         "wire_dtype", "compute_dtype", "nonfinite", "flatten", "split_sizes", "num_heads",
         "fraction", "selection", "rank_fraction", "betas", "adam_eps", "momentum_dtype",
-        "variance_dtype",
+        "variance_dtype", "bf16_writes",
     )  # fmt: skip
     found = tuple(group.get(name) for name in names)
     return tuple(tuple(value) if isinstance(value, list) else value for value in found)

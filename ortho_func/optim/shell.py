@@ -18,8 +18,9 @@ from torch import Tensor
 from ortho_func.algorithms.elementwise import ElementRule
 from ortho_func.algorithms.legs import Leg, plan_for
 from ortho_func.algorithms.matrixwise import first_state
-from ortho_func.algorithms.program import Program, bind, matrix_step, one_device
+from ortho_func.algorithms.program import Program, bind, matrix_step, meter_of, one_device
 from ortho_func.algorithms.rule import state_dtype
+from ortho_func.algorithms.writes import advance_
 from ortho_func.geometry import (
     aligned,
     check_process_group,
@@ -45,6 +46,8 @@ from ortho_func.optim.options import (
     static_key,
 )
 from ortho_func.optim.reduction import Chunk, alone, chunks
+from ortho_func.optim.watching import Watch, labels
+from ortho_func.optim.writing import Shard, masked_step_, remember_writes, shard_of, step_
 from ortho_func.plan import (
     Balance,
     Hops,
@@ -73,6 +76,7 @@ class _Elementwise:
     params: list[Tensor]
     rule: ElementRule
     chunks: tuple[Chunk, ...]
+    shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +102,7 @@ class _Built:
     elementwise: list[_Elementwise]
     traced: Callable[..., None] | None
     presence: _Presence = field(default_factory=lambda: _Presence())
+    watch: Watch | None = None
 
 
 class _Presence:
@@ -130,6 +135,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         hops: Hops = "auto",
         team_size: TeamSize = 1,
         reduce_gradients: bool = False,
+        metrics: bool = False,
         compile: bool | dict[str, Any] = False,  # noqa: A002 - torch's word for it
         **given: Any,
     ) -> None:
@@ -143,6 +149,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             "hops": hops,
             "team_size": team_size,
             "reduce_gradients": reduce_gradients,
+            "metrics": metrics,
             "compile": compile,
         }
         check_process_group(process_group)
@@ -209,7 +216,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         program = self._bind(draft, handles) if draft.legs else None
         built = _Built(
             self._key(), self._params(), program, draft.matrices, draft.group_of,
-            draft.elementwise, None,
+            draft.elementwise, None, watch=self._watch(program, draft.matrices),
         )  # fmt: skip
         self._built = replace(built, traced=_compiled(built, self._settings["compile"]))
 
@@ -228,7 +235,8 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             if group["algorithm"] in ELEMENT_ALGORITHMS:
                 params = [p for _, p in present]
                 rule = element_rule_of(group)
-                elementwise.append(_Elementwise(number, params, rule, self._chunks(params)))
+                shards = tuple(shard_of(p) for p in params)
+                elementwise.append(_Elementwise(number, params, rule, self._chunks(params), shards))
                 continue
             chosen.append(number)
             reading = reading_of(group)
@@ -328,13 +336,22 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             work_devices=[work_device(p) for p in draft.matrices],
         )
 
+    def _watch(self, program: Program | None, matrices: list[Tensor]) -> Watch | None:
+        if program is None or not self._settings.get("metrics", False):
+            return None
+        names = labels(self.param_groups, matrices)
+        return Watch.of(meter_of(program, names, rank=this_rank()))
+
     def _make_state(self) -> None:
         """State exists from the start, with the parameters' placements; what is there stays."""
         here = {id(p) for p in self._params()}
         for gone in [p for p in self.state if id(p) not in here]:
             del self.state[gone]
+        number = 0
         for group in self.param_groups:
             for p in group["params"]:
+                remember_writes(self.state[p], group.get("bf16_writes", "nearest"), p, number)
+                number += 1
                 for name, make in _first_states(group).items():
                     if name not in self.state[p]:
                         self.state[p][name] = make(p)
@@ -376,6 +393,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             self._step_eager(built, Record([]))
         else:
             self._step_recorded(built)
+        advance_([self.state[p] for p in built.params])
         return loss
 
     def _hypers(self) -> list[dict[str, Any]]:
@@ -414,19 +432,22 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
                     found = self._gradients(params)
                     if chunk.over > 1:  # then none is missing
                         found = [*chunk.average([g for g in found if g is not None])]
-                    pairs = zip(params, found, strict=True)
-                    active = [(p, g) for p, g in pairs if g is not None and self._moves(p)]
-                    group.rule.step_(
-                        [local(p) for p, _ in active],
-                        [g for _, g in active],
-                        self._local_state([p for p, _ in active]),
+                    triples = zip(params, found, chunk.pick(group.shards), strict=True)
+                    active = [(p, g, s) for p, g, s in triples if g is not None and self._moves(p)]
+                    step_(
+                        group.rule,
+                        [local(p) for p, _, _ in active],
+                        [g for _, g, _ in active],
+                        self._local_state([p for p, _, _ in active]),
                         hypers[group.group],
+                        [s for _, _, s in active],
                     )
             record.others = "written"
 
         if built.program is None:
             elementwise()
             return
+        gauges = None if built.watch is None else built.watch.begin()
         matrix_step(
             built.program,
             [local(p) for p in built.matrices],
@@ -438,7 +459,10 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             hypers,
             record,
             meanwhile=elementwise,
+            gauges=gauges,
         )
+        if built.watch is not None and gauges is not None:
+            built.watch.end_(gauges)
 
     def _step_compiled(self, built: _Built) -> None:
         assert built.traced is not None
@@ -464,6 +488,40 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             list(values.unbind()),
             names,
         )
+
+    def metrics(self) -> dict[str, Tensor]:
+        """What the last step did to each matrix, by "gauge/name": 0-d tensors on the device.
+
+        U is the update before lr and decay, X ← (1 − lr·λ)X − lr·U, G the raw gradient, M the
+        momentum after the step. Values are those of whole matrices, the same on every rank.
+
+        - ``update_rms``: ‖U‖_F/√(RC);
+        - ``update_max_sv`` and ``update_min_sv``: estimates of U's extreme singular values, see
+          `ortho_func.extreme_singular_values`; of Dion2 and Dion3 those of the slices that were
+          selected, of Dion those of its rank; NaN where a team of ranks owns a matrix;
+        - ``momentum_norm``: ‖M‖_F;
+        - ``gradient_cosine``: ⟨G, U⟩/(‖G‖_F‖U‖_F), positive downhill.
+
+        A matrix without a gradient in the last step, or before a first one, has NaN. Of a parameter
+        with several matrices the name ends in "/0", "/1", …; parameters given without names are
+        called "group.number". Asking reads nothing back from the device.
+
+        Raises:
+            ValueError: if the optimizer was not built with ``metrics=True``.
+
+        Examples:
+            >>> from ortho_func import Muon
+            >>> layer = torch.nn.Linear(8, 4, bias=False)
+            >>> opt = Muon(layer.named_parameters(), metrics=True)
+            >>> layer(torch.randn(2, 8)).square().mean().backward()
+            >>> opt.step()
+            >>> sorted(opt.metrics())[0]
+            'gradient_cosine/weight'
+        """
+        if not self._settings.get("metrics", False):
+            raise ValueError("there are no metrics: build the optimizer with metrics=True.")
+        assert self._built is not None
+        return {} if self._built.watch is None else self._built.watch.report()
 
     # -- state ------------------------------------------------------------------------------
 
@@ -628,7 +686,7 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
     """The whole step as one function for ``torch.compile``: lists of tensors in, writes out."""
     if not how:
         return None
-    program, groups = built.program, built.elementwise
+    program, groups, watch = built.program, built.elementwise, built.watch
     count = len(built.matrices)
 
     def whole_step(
@@ -652,11 +710,13 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
             for group in groups:
                 last = first + len(group.params)
                 for chunk in group.chunks:
-                    group.rule.masked_step_(
+                    masked_step_(
+                        group.rule,
                         chunk.pick(others[first:last]),
                         chunk.average(chunk.pick(other_grads[first:last])),
                         chunk.pick(other_state[first:last]),
                         hypers[group.group],
+                        chunk.pick(group.shards),
                         chunk.pick(present[count + first : count + last]),
                     )
                 first = last
@@ -664,10 +724,13 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
         if program is None:
             elementwise()
             return
+        gauges = None if watch is None else watch.begin()
         matrix_step(
             program, params, grads, state, hypers, InPlace(),
-            present=present, meanwhile=elementwise,
+            present=present, meanwhile=elementwise, gauges=gauges,
         )  # fmt: skip
+        if watch is not None and gauges is not None:
+            watch.end_(gauges)
 
     # Code of its own: torch counts recompilations by code object, over all optimizers otherwise.
     whole_step.__code__ = whole_step.__code__.replace()

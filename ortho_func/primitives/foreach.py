@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add", "copy_", "lerp", "lerp_", "mul", "sign", "sub"]
+__all__ = ["add", "add_", "copy_", "lerp", "lerp_", "mul", "sign", "sub"]
 
 
 def _transformed() -> bool:
@@ -38,6 +38,18 @@ def add(left: Sequence[Tensor], right: Sequence[Tensor], *, alpha: float = 1.0) 
     if not _transformed():
         return list(torch._foreach_add(list(left), list(right), alpha=alpha))
     return [torch.add(x, y, alpha=alpha) for x, y in zip(left, right, strict=True)]
+
+
+def add_(tensors: Sequence[Tensor], number: float) -> None:
+    """A number added to each, in place.
+
+    Examples:
+        >>> counts = [torch.tensor(1), torch.tensor(5)]
+        >>> add_(counts, 1)
+        >>> counts
+        [tensor(2), tensor(6)]
+    """
+    torch._foreach_add_(list(tensors), number)
 
 
 def sub(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:

@@ -101,6 +101,10 @@ class Descent(NamedTuple):
     scales: list[float | Tensor]
     cautious: bool = False
 
+    def moves(self) -> list[Tensor]:
+        """s·U, in fp32 at least."""
+        return [widen(u) * s for u, s in zip(self.directions, self.scales, strict=True)]
+
     def updates(self, params: Sequence[Tensor]) -> list[Tensor]:
         """What to add to the parameters; see `step_updates`."""
         return step_updates(
