@@ -37,6 +37,7 @@ SHARED_PRIMITIVES = {
     "iterations",
     "momentum",
     "normalization",
+    "opaque",
     "orthogonalize",
     "roots",
     "scaling",
@@ -111,7 +112,7 @@ SIBLINGS = {
         "nonfinite",
         "normuon",
     },
-    "optim.shell": {"agreement", "inplace", "options", "reduction"},
+    "optim.shell": {"agreement", "inplace", "kept", "options", "reduction"},
     "optim.optimizers": {"shell"},
 }
 
