@@ -646,6 +646,16 @@ def local(tensor: Tensor) -> Tensor:
     return shard.wait() if isinstance(shard, AsyncCollectiveTensor) else shard
 
 
+def shards(tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
+    """The DTensors among these, each with its shard, for `same_shards`."""
+    return [(x, x._local_tensor) for x in tensors if on_mesh(x)]
+
+
+def same_shards(pairs: Sequence[tuple[Any, Tensor]]) -> bool:
+    """Whether these shards are still the same tensors: a wrapper may make them anew."""
+    return all(x._local_tensor is shard for x, shard in pairs)
+
+
 def work_device(tensor: Tensor) -> torch.device:
     """Where a parameter's matrices travel and are whole: its mesh's device, else its shard's.
 

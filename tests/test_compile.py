@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortho_func import Muon, NorMuon
 from ortho_func.geometry import local
+from ortho_func.optim.kept import Kept
+from ortho_func.primitives import packing
 
 COMMUNICATION = ("_c10d_functional", "c10d", "c10d_functional", "_dtensor", "symm_mem")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -75,7 +77,12 @@ def events_of(graph: torch.fx.Graph) -> list[str]:
     """The same of a traced graph of ATen operators."""
     found = []
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.op != "call_function":
+            continue
+        assert "_local_scalar_dense" not in str(node.target), "a step may not wait for a number"
+        if node.args and "elementwise_where_" in str(node.args[0]):  # an operator that writes
+            found.append(node.kwargs["name"])
+        else:
             found += event(node.target, node.meta.get("val"))
     return found
 
@@ -215,6 +222,60 @@ def test_one_process_compiles_once(algorithm: str, orthogonalizer: str) -> None:
     assert len(backend.traced) == len(backend.lowered) == 1, seed
     assert collectives(events_of(backend.lowered[0].graph)) == []
     assert "adamw" in events_of(backend.lowered[0].graph)
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "normuon", "dion2"])
+def test_the_step_written_out_as_on_an_accelerator(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the CPU's operators: every mask is a tensor of its own, and nothing is opaque."""
+    monkeypatch.setattr(packing, "opaque", lambda *_: False)
+    monkeypatch.setattr(Kept, "present", lambda _, there, device: list(torch.tensor(there)))
+    seed, backend = fresh_seed(), Capture()
+    models = [plain(seed), plain(seed)]
+    with no_graph_breaks():
+        opts = [
+            grouped(algorithm, *model, orthogonalizer="svd", compile=how)
+            for model, how in zip(models, (False, {"backend": backend}), strict=True)
+        ]
+        error = twenty_steps([{**m, **o} for m, o in models], opts, seed)
+    assert error < 1e-5, (seed, error)
+    (lowered,) = backend.lowered
+    assert not [node for node in lowered.graph.nodes if "ortho_func" in str(node.target)]
+
+
+def test_state_and_shards_that_are_replaced_are_seen() -> None:
+    """What is kept from step to step is kept by identity, not for good."""
+    p = plain(0)[0]["a"]
+    opt = Muon([p], lr=0.1, momentum=0.5, compile={"backend": "eager"})
+    p.grad = torch.ones_like(p)
+    opt.step()
+    opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    opt.step()
+    assert torch.equal(opt.state[p]["momentum_buffer"], torch.full_like(p, 0.5))
+    opt.state[p] = {"momentum_buffer": torch.full_like(p, 3.0)}
+    opt.step()
+    assert torch.equal(opt.state[p]["momentum_buffer"], torch.full_like(p, 2.0))
+
+
+def moved_shards(rank: int, world: int) -> tuple[bool, bool]:
+    """A shard that is made anew between steps, as a wrapper does that frees its storage."""
+    params = by_fully_shard(whole_tensors({"a": (6, 8)}, 0), (world,))
+    (p,) = params.values()
+    opt = Muon([p], lr=0.1, ns_steps=1, compile={"backend": "eager"})
+    p.grad = scatter_like(torch.ones(6, 8), p)
+    opt.step()
+    left = local(p.detach())
+    p._local_tensor = left.clone()
+    before = local(p.detach()).clone()
+    opt.step()
+    return torch.equal(left, before), torch.equal(local(p.detach()), before)
+
+
+def test_shards_that_move_are_seen(pool: Any) -> None:
+    for left, same in pool.run(moved_shards, world=2):
+        assert left  # nothing was written to what is no longer the shard
+        assert not same
 
 
 def test_inductor_on_one_process() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from ortho_func.algorithms.adamw import adamw_
 from ortho_func.algorithms.lion import lion_step
 from ortho_func.algorithms.nonfinite import finite_elements
 from ortho_func.algorithms.rule import Hyper
+from ortho_func.primitives.opaque import define, opaque, there
 
 __all__ = ["AdamWRule", "ElementRule", "LionRule"]
 
@@ -59,10 +61,21 @@ class ElementRule:
         grads: Sequence[Tensor],
         state: States,
         hyper: Hyper,
-        present: Sequence[Tensor],
+        present: Sequence[Tensor] | Tensor,
+        numbers: Sequence[int],
     ) -> None:
-        """One step, written in place where `present`, a 0-d bool a parameter, is true."""
-        self._chosen_step_(params, grads, state, hyper, present)
+        """One step, written in place where `present` of these numbers, bools, is true."""
+        if not params:
+            return
+        if isinstance(present, Tensor) and opaque([present], params, grads):
+            torch.ops.ortho_func.elementwise_where_(
+                self.name, list(params), list(grads),
+                [one[name] for name in self.state for one in state], present, list(numbers),
+                hyper["lr"], hyper["weight_decay"], list(self.betas), self.eps, self.cautious,
+                self.nonfinite,
+            )  # fmt: skip
+            return
+        self._chosen_step_(params, grads, state, hyper, [present[n] for n in numbers])
 
     def _chosen_step_(
         self,
@@ -156,3 +169,47 @@ class LionRule(ElementRule):
         )
         torch._foreach_copy_(momenta, new)
         torch._foreach_add_(list(params), updates)
+
+
+RULES = {rule.name: rule for rule in (AdamWRule, LionRule)}
+
+
+def _elementwise_where_(
+    name: str,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: list[Tensor],
+    present: Tensor,
+    numbers: list[int],
+    lr: Tensor,
+    weight_decay: Tensor,
+    betas: list[float],
+    eps: float,
+    cautious: bool,
+    nonfinite: str,
+) -> None:
+    """A rule's eager step where there is a gradient; `state` by name, then by parameter."""
+    here = there(present, numbers)
+    if not any(here):
+        return
+    rule = RULES[name]((betas[0], betas[1]), eps, cautious, nonfinite=nonfinite)
+    count = len(params)
+    known = [
+        {key: state[at * count + n] for at, key in enumerate(rule.state)} for n in range(count)
+    ]
+    hyper = {"lr": float(lr), "weight_decay": float(weight_decay)}
+    rule.step_(
+        list(compress(params, here)),
+        list(compress(grads, here)),
+        list(compress(known, here)),
+        hyper,
+    )
+
+
+define(
+    "elementwise_where_(str name, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state, "
+    "Tensor present, int[] numbers, Tensor lr, Tensor weight_decay, float[] betas, float eps, "
+    "bool cautious, str nonfinite) -> ()",
+    _elementwise_where_,
+    lambda *_: None,
+)

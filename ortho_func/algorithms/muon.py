@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ortho_func.algorithms.rule import Emission, Frame, Hyper, MatrixRule, State
 from ortho_func.primitives.momentum import ema, ema_, nesterov
+from ortho_func.primitives.opaque import look_ahead_where_
 
 __all__ = ["MuonRule"]
 
@@ -35,24 +36,37 @@ class MuonRule(MatrixRule):
     ) -> Emission:
         """The momentum, or with Nesterov the look-ahead."""
         momenta = ema(state["momentum_buffer"], grads, hyper["momentum"])
-        sent = self._ahead(momenta, grads, state, hyper, frames)
+        sent = self._sent(self._ahead(momenta, grads, hyper), state, frames)
         return sent._replace(state={"momentum_buffer": momenta})
 
     def emit_(
         self, grads: list[Tensor], state: State, hyper: Hyper, frames: Sequence[Frame]
     ) -> Emission:
         """The same, with the momentum updated in place."""
-        ema_(state["momentum_buffer"], grads, hyper["momentum"])
-        return self._ahead(state["momentum_buffer"], grads, state, hyper, frames)
+        momenta = state["momentum_buffer"]
+        ema_(momenta, grads, hyper["momentum"])
+        return self._sent(self._ahead(momenta, grads, hyper), state, frames)
 
-    def _ahead(
+    def emit_where_(
         self,
-        momenta: list[Tensor],
         grads: list[Tensor],
         state: State,
         hyper: Hyper,
         frames: Sequence[Frame],
-    ) -> Emission:
+        present: Tensor,
+        numbers: Sequence[int],
+    ) -> Emission | None:
+        """The same, where there is a gradient."""
+        beta = hyper["momentum"]
+        assert isinstance(beta, Tensor)
+        sent = look_ahead_where_(
+            state["momentum_buffer"], grads, present, numbers, beta=beta, ahead=self.nesterov
+        )
+        return self._sent(sent, state, frames)
+
+    def _ahead(self, momenta: list[Tensor], grads: list[Tensor], hyper: Hyper) -> list[Tensor]:
         """What travels, once the momentum is this step's."""
-        ahead = nesterov(momenta, grads, hyper["momentum"]) if self.nesterov else momenta
-        return Emission(ahead, [()] * len(ahead), None, {})
+        return nesterov(momenta, grads, hyper["momentum"]) if self.nesterov else momenta
+
+    def _sent(self, shards: list[Tensor], state: State, frames: Sequence[Frame]) -> Emission:
+        return Emission(shards, [()] * len(shards), None, {})

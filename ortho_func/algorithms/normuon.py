@@ -45,16 +45,9 @@ class NorMuonRule(MuonRule):
     told: ClassVar[Mapping[int, str]] = {0: "row_variance"}
     scalars: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "momentum", "beta2")
 
-    def _ahead(
-        self,
-        momenta: list[Tensor],
-        grads: list[Tensor],
-        state: State,
-        hyper: Hyper,
-        frames: Sequence[Frame],
-    ) -> Emission:
+    def _sent(self, shards: list[Tensor], state: State, frames: Sequence[Frame]) -> Emission:
         """What Muon sends, with V beside it."""
-        sent = super()._ahead(momenta, grads, state, hyper, frames)
+        sent = super()._sent(shards, state, frames)
         sides = [
             (widen(v).reshape(frame.shape[:2]),)
             for v, frame in zip(state["row_variance"], frames, strict=True)

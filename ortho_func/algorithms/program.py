@@ -30,6 +30,7 @@ from ortho_func.factors import held
 from ortho_func.geometry import Box
 from ortho_func.pipeline import Sum, Ways, run
 from ortho_func.plan import Matrix, ParamSpec, Place, Plan
+from ortho_func.primitives.opaque import copy_where_, descend_where_, opaque
 from ortho_func.primitives.scaling import Descent
 from ortho_func.routing import Batch, Entry, Route, routes
 from ortho_func.shares import Within, within
@@ -254,7 +255,7 @@ class Inputs:
     grads: Sequence[Tensor | None]
     state: Sequence[dict[str, Tensor]]
     hypers: Sequence[Hyper]
-    present: Sequence[Tensor] | None
+    present: Sequence[Tensor] | Tensor | None
     gauges: Gauges | None
 
 
@@ -266,7 +267,7 @@ def matrix_step(
     hypers: Sequence[Hyper],
     sink: Sink,
     *,
-    present: Sequence[Tensor] | None = None,
+    present: Sequence[Tensor] | Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
     gauges: Gauges | None = None,
 ) -> None:
@@ -281,6 +282,7 @@ def matrix_step(
         sink: takes new state and updates.
         present: 0-d bools, by parameter, whether it has a gradient: what None says, as tensors, so
             that a compiled step serves every set of missing gradients. Then no gradient is None.
+            As one 1-D tensor, for CPU tensors in a compiled step: `opaque`.
         meanwhile: work to do while the first exchange is under way.
         gauges: collect what the step does to each matrix.
     """
@@ -509,6 +511,12 @@ class _Active:
             ]
         masks = self.masks
         at_once = self.rule.nonfinite == "propagate"  # else once it is known what is skipped
+        if at_once and (answers := self.answers(*old.values())) is not None:
+            sent_ = self.rule.emit_where_(
+                self.grads(), {**old, **extra}, self.hyper, self.frames, answers, self.numbers()
+            )
+            if sent_ is not None:
+                return sent_
         if masks is None and self.sink.in_place and at_once:
             if self.rule.early:
                 self.sink.state_changes(self.spots())
@@ -544,6 +552,12 @@ class _Active:
                 passed.setdefault(entry.item.param, {})[entry.first] = value
         elif any(remembers(self.given.state[subject.param]) for subject in self.subjects):
             self.write(old, step)
+        elif (
+            isinstance(step, Descent)
+            and (answers := self.answers(old, step.directions)) is not None
+            and not any(isinstance(scale, Tensor) for scale in step.scales)
+        ):
+            descend_where_(old, step, answers, self.numbers())
         elif isinstance(step, Descent) and masks is None:
             self.sink.descend(self.spots(), old, step)
         else:
@@ -596,10 +610,25 @@ class _Active:
         place = [self.view(number, term) for term in terms]
         return written(x, update, held, state.get(KEY), place)
 
+    def answers(self, *lists: Sequence[Tensor]) -> Tensor | None:
+        """Which gradients there are, as one tensor, where the operators of `opaque` serve."""
+        answers = self.given.present
+        if isinstance(answers, Tensor) and self.sink.in_place and opaque([answers], *lists):
+            return answers
+        return None
+
+    def numbers(self) -> list[int]:
+        """Where `answers` speaks of the entries' parameters."""
+        return [subject.param for subject in self.subjects]
+
     def put_state(self, new: dict[str, list[Tensor]]) -> None:
         masks = self.masks
         for name, values in new.items():
             old, kept = self.state(name), values
+            plain = name not in self.rule.shared and not any(f.within for f in self.frames)
+            if plain and (answers := self.answers(old, values)) is not None:
+                copy_where_(old, values, answers, self.numbers())
+                continue
             if masks is not None and name not in self.rule.shared:
                 kept = [torch.where(m, v, o) for m, v, o in zip(masks, values, old, strict=True)]
             kind = self.rule.state[name]

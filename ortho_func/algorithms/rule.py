@@ -253,6 +253,18 @@ class MatrixRule:
             foreach.copy_(state[name], new)
         return sent._replace(state={})
 
+    def emit_where_(
+        self,
+        grads: list[Tensor],
+        state: State,
+        hyper: Hyper,
+        frames: Sequence[Frame],
+        present: Tensor,
+        numbers: Sequence[int],
+    ) -> Emission | None:
+        """`emit_` by the operators of `opaque`; None where it has to be written out."""
+        return None
+
     def whole(
         self, x: Tensor, sides: tuple[Tensor, ...], hyper: Hyper
     ) -> tuple[Tensor, tuple[Tensor, ...]]:

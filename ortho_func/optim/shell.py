@@ -8,8 +8,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from ortho_func.geometry import (
 )
 from ortho_func.optim.agreement import Ranks, agree, facts_about, plain
 from ortho_func.optim.inplace import InPlace, Record
+from ortho_func.optim.kept import Kept, gradients_of
 from ortho_func.optim.options import (
     DEFAULTS,
     ELEMENT_ALGORITHMS,
@@ -101,23 +102,12 @@ class _Built:
     group_of: list[int]
     elementwise: list[_Elementwise]
     traced: Callable[..., None] | None
-    presence: _Presence = field(default_factory=lambda: _Presence())
     watch: Watch | None = None
 
-
-class _Presence:
-    """Which gradients there are, as 0-d tensors: made again where that changes."""
-
-    def __init__(self) -> None:
-        self.last: tuple[list[bool], torch.device] | None = None
-        self.made: list[Tensor] = []
-
-    def of(self, there: list[bool], device: torch.device) -> list[Tensor]:
-        if self.last != (there, device):
-            # one by one: an index into a tensor would make every parameter's code its own
-            found = torch.tensor(there).to(device, non_blocking=True)
-            self.last, self.made = (there, device), list(found.unbind())
-        return self.made
+    @cached_property
+    def everything(self) -> list[Tensor]:
+        """All parameters, those of the program first."""
+        return [*self.matrices, *(p for group in self.elementwise for p in group.params)]
 
 
 class OrthogonalOptimizer(torch.optim.Optimizer):
@@ -155,6 +145,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         check_process_group(process_group)
         self._process_group = process_group
         self._built: _Built | None = None
+        self._kept: Kept | None = None
         self._ready = False
         defaults = {"algorithm": algorithm, **DEFAULTS, **given}
         # Not among torch's defaults: there OneCycleLR would cycle them instead of the momentum.
@@ -219,6 +210,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
             draft.elementwise, None, watch=self._watch(program, draft.matrices),
         )  # fmt: skip
         self._built = replace(built, traced=_compiled(built, self._settings["compile"]))
+        self._kept = None
 
     def _draft(self) -> _Draft:
         """Check the groups and plan the step; no communication."""
@@ -466,27 +458,29 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
 
     def _step_compiled(self, built: _Built) -> None:
         assert built.traced is not None
-        params = [local(p) for p in built.matrices]
-        others = [p for group in built.elementwise for p in group.params]
-        everything = [*built.matrices, *others]
-        device = local(everything[0]).device if everything else torch.device("cpu")
-        present = built.presence.of([self._moves(p) for p in everything], device)
-        hypers = self._hypers()
-        names = [tuple(hyper) for hyper in hypers]
-        values = _scalar_tensor(hypers, device)
+        count = len(built.matrices)
+        if self._kept is None or not self._kept.holds(self.state):
+            self._kept = Kept(built.everything, self.state)
+        kept = self._kept
+        device = kept.params[0].device if kept.params else torch.device("cpu")
+        found = gradients_of(built.everything)
+        there = [g is not None for g in found]
+        moving = [self._moves(p) for p in built.everything] if self._reduces else there
         grads = [
-            _gradient(p) if p.grad is not None else torch.zeros_like(local(p)) for p in everything
-        ]
+            torch.zeros_like(p) if g is None else g
+            for g, p in zip(found, kept.params, strict=True)
+        ] if not all(there) else found  # fmt: skip
+        hypers = self._hypers()
         built.traced(
-            params,
-            grads[: len(params)],
-            self._local_state(built.matrices),
-            [local(p) for p in others],
-            grads[len(params) :],
-            self._local_state(others),
-            present,
-            list(values.unbind()),
-            names,
+            kept.params[:count],
+            grads[:count],
+            kept.state[:count],
+            kept.params[count:],
+            grads[count:],
+            kept.state[count:],
+            kept.present(moving, device),
+            list(_scalar_tensor(hypers, device).unbind()),
+            [tuple(hyper) for hyper in hypers],
         )
 
     def metrics(self) -> dict[str, Tensor]:
@@ -637,6 +631,7 @@ class OrthogonalOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_process_group", None)
         self.__dict__.setdefault("_built", None)
+        self.__dict__.setdefault("_kept", None)
         self.__dict__.setdefault("_ready", True)
         if self._built is None and "_settings" in self.__dict__:
             self._build()
@@ -696,7 +691,7 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
         others: list[Tensor],
         other_grads: list[Tensor],
         other_state: list[dict[str, Tensor]],
-        present: list[Tensor],
+        present: list[Tensor] | Tensor,
         values: list[Tensor],
         names: list[tuple[str, ...]],
     ) -> None:
@@ -717,7 +712,8 @@ def _compiled(built: _Built, how: bool | dict[str, Any]) -> Callable[..., None] 
                         chunk.pick(other_state[first:last]),
                         hypers[group.group],
                         chunk.pick(group.shards),
-                        chunk.pick(present[count + first : count + last]),
+                        present,
+                        chunk.pick(range(count + first, count + last)),
                     )
                 first = last
 

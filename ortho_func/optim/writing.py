@@ -78,31 +78,34 @@ def masked_step_(
     state: States,
     hyper: Hyper,
     shards: Sequence[Shard],
-    present: Sequence[Tensor],
+    present: Sequence[Tensor] | Tensor,
+    numbers: Sequence[int],
 ) -> None:
-    """The same where `present`, a 0-d bool a parameter, is true."""
+    """The same where `present` of these numbers, bools, is true."""
     simple = [n for n, one in enumerate(state) if not remembers(one)]
     rule.masked_step_(
         [params[n] for n in simple],
         [grads[n] for n in simple],
         [state[n] for n in simple],
         hyper,
-        [present[n] for n in simple],
+        present,
+        [numbers[n] for n in simple],
     )
     for n in sorted({*range(len(params))} - {*simple}):
-        masked = partial(_masked, rule, hyper, present[n])
+        masked = partial(_masked, rule, hyper, present, numbers[n])
         _wide_step_(masked, params[n], grads[n], state[n], shards[n])
 
 
 def _masked(
     rule: ElementRule,
     hyper: Hyper,
-    present: Tensor,
+    present: Sequence[Tensor] | Tensor,
+    number: int,
     xs: list[Tensor],
     gs: list[Tensor],
     state: list[dict[str, Tensor]],
 ) -> None:
-    rule.masked_step_(xs, gs, state, hyper, [present])
+    rule.masked_step_(xs, gs, state, hyper, present, [number])
 
 
 def _wide_step_(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ortho_func.primitives import foreach
+from ortho_func.primitives.opaque import join, opaque
 
 __all__ = ["concatenate", "decode", "encode", "pack", "unpack", "views"]
 
@@ -67,6 +68,8 @@ def views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 def concatenate(parts: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> Tensor:
     """Join parts of any shape as 1-D, cast if a dtype is given; a single part is not copied."""
+    if len(parts) > 1 and opaque(parts):
+        return join(parts, dtype or parts[0].dtype)
     dtypes = {part.dtype for part in parts}
     if len(parts) == 1 or dtypes == {dtype or parts[0].dtype} or _watched(parts):
         flat = [_as(_flat(part), dtype) for part in parts]
