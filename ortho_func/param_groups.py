@@ -437,7 +437,19 @@ def _is_norm(one: Candidate) -> bool:
 def _is_head(one: Candidate) -> bool:
     """A projection outside of all blocks that is called one, or is the last of the model."""
     outside = not any(part.isdigit() for part in one.name.split(".")[:-2])
-    return outside and len(one.shape) == 2 and one.owner in HEADS
+    return outside and len(one.shape) == 2 and (one.owner in HEADS or _ends_head(one))
+
+
+def _ends_head(one: Candidate) -> bool:
+    """Whether it is the last projection of a sequence that is called a head."""
+    parts = one.name.split(".")
+    if len(parts) < 3 or not one.owner.isdigit() or parts[-3] not in HEADS or one.parent is None:
+        return False
+    behind = [
+        child for name, child in one.parent.named_children()
+        if name.isdigit() and int(name) > int(one.owner)
+    ]  # fmt: skip
+    return not any(p.ndim > 1 for child in behind for p in child.parameters())
 
 
 def _is_router(one: Candidate) -> bool:

@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `--import-mode=importlib`
 
 from pool import ALLOWED_WARNINGS, Pool
 
+collect_ignore = ["annotated"]  # for the type checker, not to be run
+
 
 def pytest_configure(config: pytest.Config) -> None:
     for allowed in ALLOWED_WARNINGS:

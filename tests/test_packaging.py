@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TYPING = ROOT / "tests" / "typing"
+TYPING = ROOT / "tests" / "annotated"
 
 
 def checked(file: str, tmp_path: Path) -> str:
