@@ -47,10 +47,11 @@ bench: venv
 		--constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-# Write docs/numerics.md and docs/scale.md again.
+# Write docs/numerics.md, docs/scale.md and docs/step.svg again.
 tables: venv
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/step_figure.py
 
 docs: venv mkdocs.yml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -17,6 +17,7 @@ import one_process
 import orthogonalizers
 import page
 import peers
+import step_figure
 
 
 def test_calls_alternate_and_warm_rounds_do_not_count() -> None:
@@ -91,3 +92,7 @@ def test_only_entries_of_equal_error_are_compared(
     assert "over the best peer (close) | 1.50 | 1.50 | yes |" in written
     assert "Absent: missing (not installed)." in written
     assert page.PLOT.stat().st_size < 100_000
+
+
+def test_the_drawing_is_the_scripts() -> None:
+    assert step_figure.FILE.read_text() == step_figure.svg()
