@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 MAX_WORLD = 8
 START_SECONDS = 180.0  # to import torch on a busy machine; not part of a run's timeout
+MOST_THREADS = 150
 GRACE_SECONDS = 5.0  # after a first failure: then ranks that have not ended are killed
 RELEASE_SHARE = 0.2  # of the grace: then the failed ranks close their connections
 LEAVE_SECONDS = 20.0  # to destroy a process group in which nothing is pending
@@ -236,7 +237,7 @@ class Pool:
         return outcomes
 
     def _start(self, world: int) -> "list[_Worker]":
-        if any(worker.process.poll() is not None for worker in self._workers):
+        if any(worker.process.poll() is not None or worker.crowded for worker in self._workers):
             self.close()
         while len(self._workers) < world:
             self._workers.append(_Worker())
@@ -355,6 +356,18 @@ class _Worker:
         if isinstance(outcome, Failed):
             raise RuntimeError(f"a worker could not start: {outcome.trace}")
         self._ready = True
+
+    @property
+    def crowded(self) -> bool:
+        """Whether threads of groups that torch keeps alive have come to slow it down.
+
+        Each gloo group has three, which wake a hundred times a second for as long as any cache
+        of torch's refers to a mesh over it.
+        """
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task")) > MOST_THREADS
+        except OSError:  # no such folder on this system
+            return False
 
     def begin(self, job: Job) -> None:
         self._log_start = os.fstat(self._log.fileno()).st_size
