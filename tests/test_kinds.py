@@ -18,6 +18,7 @@ import torch._dynamo.config
 from layouts import (
     WHOLE,
     Shard,
+    by_fully_shard,
     by_placements,
     exact,
     expected,
@@ -464,3 +465,27 @@ def test_state_that_lacks_something_is_refused(
         optimizer.load_state_dict(saved)
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
     optimizer.load_state_dict(before)
+
+
+def without_gathering(rank: int, world: int, algorithm: str, seed: int) -> tuple[int, float]:
+    """How often a step on replicas of shards asks for a whole tensor, and its error."""
+    shapes = {"up": (20, 6), "down": (6, 20)}
+    tensors, gradients = whole_tensors(shapes, seed), [whole_tensors(shapes, seed + 1)]
+    parameters = by_fully_shard(tensors, (2, 2))
+    asked = []
+    options = {"lr": 0.1, "wire_dtype": torch.float32, **exact(algorithm)}
+    with pytest.MonkeyPatch.context() as monkey:
+        for name in ("full_tensor", "redistribute"):
+            monkey.setattr(DTensor, name, lambda *_, **__: asked.append(1))
+        train(parameters, gradients, algorithm, **options)
+    right = expected(tensors, gradients, algorithm, lr=0.1)
+    error = max(relative_error(gather(p), right[name]) for name, p in parameters.items())
+    return len(asked), error
+
+
+@pytest.mark.parametrize("algorithm", list(WHOLE))
+def test_no_tensor_is_gathered_by_dtensor(pool: Any, algorithm: str) -> None:
+    seed = torch.seed() % 2**31
+    for asked, error in pool.run(without_gathering, algorithm, seed, world=4):
+        assert asked == 0
+        assert error < 1e-5, seed
