@@ -17,7 +17,7 @@ def test_neither_memory_nor_handles_grow(pool: Any) -> None:
         assert more.resident < 4 * 2**20
         assert more.handles <= 0
         assert more.threads <= 0
-        assert more.objects <= 0
+        assert more.objects < 10  # an object a step would be some sixty
 
 
 def test_growth_is_noticed() -> None:
