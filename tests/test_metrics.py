@@ -46,9 +46,8 @@ def test_bounds_and_small_matrices(
     generator = torch.Generator().manual_seed(seed)
     thin = min(rank, rows, cols)
     left, right = (torch.randn(count, n, thin, generator=generator) for n in (rows, cols))
-    x = (
-        left @ right.mT if thin < min(rows, cols) else torch.randn(count, rows, cols)
-    ) * 10.0**power
+    full = torch.randn(count, rows, cols, generator=generator)
+    x = (left @ right.mT if thin < min(rows, cols) else full) * 10.0**power
     right_values = torch.linalg.svdvals(x.double())
     largest, smallest = extreme_singular_values(x)
     top = right_values[:, 0]
@@ -58,6 +57,18 @@ def test_bounds_and_small_matrices(
     if min(rows, cols) <= 16:
         torch.testing.assert_close(largest.double(), top, rtol=1e-4, atol=0)
         assert ((smallest - right_values[:, -1]).abs() <= 2e-3 * top).all()
+
+
+@pytest.mark.parametrize("size", [4, 10, 16])
+def test_small_values_near_one_another(size: int) -> None:
+    """Of 1% and less of the largest, λ = σ² differ by a ten-thousandth of it, and less."""
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(50, size, size))[0] for _ in range(2))
+    for second in (0.02, 0.01, 0.005):
+        values = torch.cat([torch.linspace(1, 0.1, size - 2), torch.tensor([second, 0.0])])
+        largest, smallest = extreme_singular_values(left * values @ right)
+        assert ((largest - 1).abs() <= 1e-5).all()
+        assert (smallest <= 1e-3).all(), second
 
 
 def test_accuracy_on_what_it_is_for() -> None:
